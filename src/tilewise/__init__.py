@@ -1,0 +1,1 @@
+"""Exact attention in pure Python, on any device."""
