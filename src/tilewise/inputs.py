@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     causal: str
     window_left: int | None
     window_right: int | None
-    softmax_scale: float
+    softmax_scale: float | None
     softcap: float
     dropout_p: float
     max_seqlen_q: int | None
@@ -246,7 +246,7 @@ def _problem(arguments: Arguments) -> Problem:
         bias_dtype=None if bias is None else bias.dtype,
         alibi=arguments.alibi_slopes is not None,
         sink=arguments.sink is not None,
-        softmax_scale=arguments.softmax_scale,
+        softmax_scale=sizes["headdim"] ** -0.5 if arguments.softmax_scale is None else arguments.softmax_scale,
         softcap=arguments.softcap,
         dropout_p=arguments.dropout_p,
         varlen=arguments.cu_seqlens_q is not None,

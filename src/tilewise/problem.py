@@ -57,6 +57,13 @@ class Problem:
         return self.nheads // self.nheads_k if self.nheads_k else 1
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no pair to compute: some size is 0."""
+        rows = self.total_q if self.varlen else self.batch * self.seqlen_q
+        keys = self.total_k if self.varlen else self.seqlen_k
+        return rows == 0 or keys == 0 or self.nheads == 0 or self.batch == 0
+
+    @property
     def banded(self) -> bool:
         """Whether causal or a window cuts the score matrix to a diagonal band."""
         return self.causal is not None or self.window_left is not None or self.window_right is not None

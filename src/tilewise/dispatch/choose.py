@@ -57,11 +57,17 @@ def choose(problem: Problem, facts: DeviceFacts, request: str) -> Choice:
         UnsupportedProblem: no backend, or not the one asked for, runs the problem.
     """
     registry.check_name(request)
-    backends = tuple(registry.load(name) for name in registry.names())
+    backends = tuple(registry.load(name) for name in (registry.names() if request == "auto" else (request,)))
     name, trace = choose_among(problem, facts, request, backends)
     if name is None:
         raise UnsupportedProblem(refusal(problem, facts, request, trace), problem, trace)
     return Choice(name, trace)
+
+
+def survey(problem: Problem, facts: DeviceFacts, request: str) -> tuple[str | None, Trace]:
+    """What ``choose`` would pick, None for a refusal, with the trace over every backend: for explain."""
+    registry.check_name(request)
+    return choose_among(problem, facts, request, tuple(registry.load(name) for name in registry.names()))
 
 
 def refusal(problem: Problem, facts: DeviceFacts, request: str, trace: Trace) -> str:
