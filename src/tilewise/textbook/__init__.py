@@ -1,4 +1,6 @@
-"""The handbook as code: one short file per algorithm, on torch alone, each runnable as ``python -m tilewise.textbook.NAME``.
+"""The handbook as code: one short file per algorithm, on torch alone.
+
+Each runs as ``python -m tilewise.textbook.NAME``:
 
 softmax         why the maximum is subtracted, and how one pass over the scores is enough
 block_merge     states (m, l, a) of blocks of keys, merged in any order; o = a / l

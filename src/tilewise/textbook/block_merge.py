@@ -4,8 +4,8 @@
 
     merge:  m = max(m_1, m_2)    l = l_1 exp(m_1 - m) + l_2 exp(m_2 - m)    a likewise
 
-The division waits until the end, so a merge is one rescale and one addition; it is associative and commutative, and a block
-without keys is its identity (-inf, 0, 0). Run: ``python -m tilewise.textbook.block_merge``.
+The division waits until the end, so a merge is one rescale and one addition; it is associative and commutative, and a
+block without keys is its identity (-inf, 0, 0). Run: ``python -m tilewise.textbook.block_merge``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def finish(state: State) -> torch.Tensor:
 
 def split_states(scores: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]) -> list[State]:
     """The state of each block, for blocks of the given sizes."""
-    pairs = zip(scores.split(list(sizes)), values.split(list(sizes)), strict=True)
+    pairs = zip(torch.split(scores, list(sizes)), torch.split(values, list(sizes)), strict=True)
     return [block_state(block_scores, block_values) for block_scores, block_values in pairs]
 
 

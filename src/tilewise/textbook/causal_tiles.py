@@ -1,7 +1,8 @@
-"""Which tiles of the score matrix are skipped, full or masked under a causal mask or a window, counted and in closed form.
+"""Which tiles of the score matrix a causal mask or a window skips, counted and in closed form.
 
-Every such rule keeps the pairs of a band: lower <= j - i <= upper. A block of queries [i0, i1) then touches exactly the keys
-from i0 + lower to i1 - 1 + upper, and sees all of those from i1 - 1 + lower to i0 + upper: two intervals answer for every tile.
+Every such rule keeps the pairs of a band: lower <= j - i <= upper. A block of queries [i0, i1) then touches exactly the
+keys from i0 + lower to i1 - 1 + upper, and sees all of those from i1 - 1 + lower to i0 + upper: two intervals answer
+for every tile.
 
     corner        causal upper              with window_size = (left, 0), lower
     bottom-right  seqlen_k - seqlen_q       seqlen_k - seqlen_q - left
@@ -45,14 +46,14 @@ def count_pairs(band: Band, block: int) -> tuple[Tiles, int]:
     """Tiles by looking at every pair, and the number of pairs kept."""
     difference = torch.arange(band.seqlen_k)[None, :] - torch.arange(band.seqlen_q)[:, None]
     keep = (difference >= band.lower) & (difference <= band.upper)
-    tiles = [tile for rows in keep.split(block, 0) for tile in rows.split(block, 1)]
+    tiles = [tile for rows in torch.split(keep, block, 0) for tile in torch.split(rows, block, 1)]
     full = sum(bool(tile.all()) for tile in tiles)
     skipped = sum(not bool(tile.any()) for tile in tiles)
     return Tiles(skipped, full, len(tiles) - full - skipped), int(keep.sum())
 
 
 def key_blocks(band: Band, m_block: int, block: int) -> tuple[range, range]:
-    """Key blocks that query block ``m_block`` touches, and those among them that need no mask, from the two intervals."""
+    """Key blocks that query block ``m_block`` touches, and those among them that need no mask."""
     first, last = m_block * block, min((m_block + 1) * block, band.seqlen_q) - 1
     start, stop = max(0, first + band.lower), min(band.seqlen_k - 1, last + band.upper)
     touched = range(int(start) // block, int(stop) // block + 1) if start <= stop else range(0)
@@ -89,7 +90,7 @@ def closed_form(blocks_q: int, blocks_k: int, corner: str = "bottom_right", wind
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, block: int) -> tuple[torch.Tensor, int]:
-    """Attention of one head over the touched tiles only: q (seqlen_q, headdim), k, v (seqlen_k, ...); out and tiles done."""
+    """One head over the touched tiles only: q (seqlen_q, headdim), k, v (seqlen_k, ...) -> out and tiles done."""
     out, done = q.new_zeros(q.shape[0], v.shape[1]), 0
     for m_block in range(math.ceil(band.seqlen_q / block)):
         touched, full = key_blocks(band, m_block, block)

@@ -35,7 +35,7 @@ class SlowMemory:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, memory: SlowMemory | None = None
 ) -> torch.Tensor:
-    """q (batch, seqlen_q, nheads, headdim), k, v (batch, seqlen_k, nheads, ...) -> (batch, seqlen_q, nheads, headdim_v).
+    """q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads, ...); out like q, headdim_v wide.
 
     ``causal`` is bottom-right: key j is seen by query i iff j <= i + seqlen_k - seqlen_q. A row without keys is 0.
     """
@@ -87,9 +87,8 @@ def main() -> None:
     print(f"{'pass':<16} {'bytes read':>12} {'bytes written':>14}")
     for name, (read, written) in memory.passes.items():
         print(f"{name:<16} {read:>12,} {written:>14,}")
-    print(
-        f"{'together':<16} {sum(r for r, _ in memory.passes.values()):>12,} {sum(w for _, w in memory.passes.values()):>14,}"
-    )
+    read, written = (sum(counts) for counts in zip(*memory.passes.values(), strict=True))
+    print(f"{'together':<16} {read:>12,} {written:>14,}")
     floor = sum(tensor.numel() * tensor.element_size() for tensor in (q, k, v)), q.numel() * q.element_size()
     print(f"{'q, k, v, out':<16} {floor[0]:>12,} {floor[1]:>14,}")
     print()

@@ -4,8 +4,8 @@
     dv = P^T dout    dp = dout v^T       ds = P * (dp - delta)
     dq = scale * ds k                    dk = scale * ds^T q
 
-rowsum(dout * out) equals rowsum(P * dp), which is what softmax's derivative subtracts: out is already there, P need not be.
-Saved for backward: lse and out instead of P and out. Run: ``python -m tilewise.textbook.recomputation``.
+rowsum(dout * out) equals rowsum(P * dp), which is what softmax's derivative subtracts: out is there already, P need
+not be. Saved for backward: lse and out instead of P and out. Run: ``python -m tilewise.textbook.recomputation``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (nheads, seqlen_q, headdim), k, v (nheads, seqlen_k, ...) -> out (nheads, seqlen_q, headdim_v), lse (nheads, seqlen_q)."""
+    """q (nheads, seqlen_q, headdim), k, v (nheads, seqlen_k, ...) -> out like q, and lse (nheads, seqlen_q)."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse

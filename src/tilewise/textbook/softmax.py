@@ -17,7 +17,7 @@ EXAMPLES = ((2.0, 1.0, 4.0, 3.0), (1000.0, 999.0))
 
 
 def naive_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """exp(s) / sum(exp(s)) over the last dimension: overflows to nan from exp(89) on in fp32."""
+    """exp(s) / sum(exp(s)) over the last dimension: a large score overflows and the result is nan."""
     weights = scores.exp()
     return weights / weights.sum(-1, keepdim=True)
 
@@ -53,7 +53,7 @@ def online_softmax(scores: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Print the recurrence and the three softmaxes of each example."""
     for example in EXAMPLES:
-        scores = torch.tensor(example)
+        scores = torch.tensor(example, dtype=torch.float64)
         print(f"scores {list(example)}")
         print(f"  {'s_j':>10} {'m_j':>10} {'l_j':>12}")
         for score, (row_max, row_sum) in zip(example, online_states(list(example)), strict=True):
