@@ -14,7 +14,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def materialising(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Plain PyTorch: scores, mask, softmax and product, each a tensor of its own in memory where autograd needs it."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    scores: torch.Tensor = (q * q.shape[-1] ** -0.5) @ k.mT
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return (scores.masked_fill_(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
