@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
     dropout_seed: torch.Tensor | None = None
     batch_offset: int = 0
 
-    def replace(self, **changes: object) -> Inputs:
+    def replace(self, **changes: Any) -> Inputs:
         """A copy with some tensors changed."""
         return self._replace(**changes)
 
@@ -278,8 +278,8 @@ _CACHE: dict[object, Problem] = {}
 _CACHE_LIMIT = 4096
 
 
-def _key(arguments: Arguments) -> tuple[object, ...]:
-    q, k, v, *others = tensors_of(arguments)
+def _key(arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    q, k, v, *others = arguments[:TENSOR_COUNT]
     return (
         q.shape,
         k.shape,
@@ -295,7 +295,7 @@ def _key(arguments: Arguments) -> tuple[object, ...]:
         v.stride(-1),
         *[None if t is None else (t.shape, t.dtype, t.device) for t in others],
         arguments[TENSOR_COUNT:-2],
-        *arguments.needs_grad,
+        *arguments[-2],
     )
 
 
