@@ -24,6 +24,11 @@ def tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return tilewise.attention(q, k, v, causal=True)
 
 
+def own_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``tilewise.attention`` on its own tiled loops in torch operations, whatever else would be faster."""
+    return tilewise.attention(q, k, v, causal=True, backend="cpu")
+
+
 WINDOW = 512
 
 
@@ -32,4 +37,9 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return tilewise.attention(q, k, v, causal=True, window_size=(WINDOW - 1, 0))
 
 
-ATTENTIONS: dict[str, Attention] = {"materialising": materialising, "tilewise": tiled, "tilewise, window": windowed}
+ATTENTIONS: dict[str, Attention] = {
+    "materialising": materialising,
+    "tilewise": tiled,
+    "tilewise, its cpu tiles": own_tiles,
+    f"tilewise, window {WINDOW}": windowed,
+}

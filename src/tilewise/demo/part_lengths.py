@@ -16,6 +16,7 @@ from tilewise.demo.settings import Settings
 Measured = dict[str, dict[int, dict[str, Any]]]
 # Norms of fp32 results that two orders of summation may part.
 SAME = 1e-4
+SAME_FUNCTION = ("tilewise", "tilewise, its cpu tiles")
 
 
 def limit(settings: Settings) -> int:
@@ -78,21 +79,49 @@ def _charts(measured: Measured, settings: Settings) -> list[str]:
     ]
 
 
-def difference(measured: Measured) -> float:
-    """Largest relative difference of the norms of out, dq, dk and dv, where both were run."""
+def difference(measured: Measured) -> float | None:
+    """Largest relative difference of the norms of out, dq, dk and dv from materialising attention's, if it was run."""
     pairs = [
         (a, b)
         for seqlen, row in measured["materialising"].items()
-        for a, b in zip(row["sums"], measured["tilewise"][seqlen]["sums"], strict=True)
+        for name in SAME_FUNCTION
+        for a, b in zip(row["sums"], measured[name][seqlen]["sums"], strict=True)
     ]
-    return max((abs(a - b) / a for a, b in pairs), default=0.0)
+    return max((abs(a - b) / a for a, b in pairs), default=None)
 
 
-def _backends(settings: Settings) -> dict[str, str | None]:
+def _chosen(settings: Settings, window: int | None) -> str | None:
     shape = (1, settings.lengths[-1], settings.nheads, settings.headdim)
     q = torch.empty(shape, device="meta", requires_grad=True)
-    windows = {"tilewise": (None, None), "tilewise, window": (WINDOW - 1, 0)}
-    return {name: tilewise.explain(q, q, q, causal=True, window_size=size).backend for name, size in windows.items()}
+    left = None if window is None else window - 1
+    return tilewise.explain(q, q, q, causal=True, window_size=(left, None if window is None else 0)).backend
+
+
+def _words(settings: Settings, most: int) -> list[str]:
+    return [
+        f"Causal attention, forward and backward, one sequence, {settings.nheads} heads of {settings.headdim}, fp32. "
+        "Memory is the peak above q, k, v and the incoming gradient, each run in a process of its own; it includes out "
+        f'and the three gradients. tilewise chose the backend "{_chosen(settings, None)}" itself, and with a window of '
+        f'{WINDOW} keys "{_chosen(settings, WINDOW)}"; its cpu tiles were asked for by name.',
+        "The memory rule: materialising attention is run while the memory it will need, its last peak scaled by the "
+        "growth of the score matrix, fits in half of the memory that is available, at most "
+        f"{units.size(settings.memory_limit)}; here that is {units.size(most)}. A number in brackets, and a dashed "
+        "line, is that prediction.",
+    ]
+
+
+def _verdict(settings: Settings, measured: Measured, apart: float | None, exact: bool) -> str:
+    longest = settings.lengths[-1]
+    there = measured["tilewise"][longest]
+    text = (
+        f"At length {longest:,} tilewise needs {units.size(there['bytes'])} and {units.duration(there['seconds'])}, "
+        f"where one score matrix alone has {units.size(_score_bytes(longest, settings))}. "
+    )
+    if apart is None:
+        return text + "Materialising attention did not fit at any length, so nothing was compared."
+    last = max(measured["materialising"])
+    text += f"Up to {last:,}, where both run, the norms of out, dq, dk and dv differ by at most {apart:.1e}: "
+    return text + ("the same results." if exact else "NOT the same.")
 
 
 def run(settings: Settings) -> tuple[Section, bool]:
@@ -100,34 +129,14 @@ def run(settings: Settings) -> tuple[Section, bool]:
     most = limit(settings)
     measured = _measure(settings, most)
     apart = difference(measured)
-    exact = apart < SAME
-    backends = _backends(settings)
-    longest, last = settings.lengths[-1], max(measured["materialising"])
-    there = measured["tilewise"][longest]
-    head = ["length", *(title for name in ATTENTIONS for title in (name, "memory"))]
-    rows = [
-        [f"{n:,}", *(cell for name in ATTENTIONS for cell in _cell(name, n, measured, settings))]
-        for n in settings.lengths
-    ]
-    matrix = units.size(_score_bytes(longest, settings))
+    exact = apart is None or apart < SAME
+    rows = [[f"{n:,}", name, *_cell(name, n, measured, settings)] for n in settings.lengths for name in ATTENTIONS]
     section = Section(
         title="Longer and longer",
-        words=[
-            f"Causal attention, forward and backward, one sequence, {settings.nheads} heads of {settings.headdim}, "
-            "fp32. Memory is the peak above q, k, v and the incoming gradient, each run in a process of its own; it "
-            f"includes out and the three gradients. tilewise chose {backends['tilewise']}; with a window of {WINDOW} "
-            f"keys, {backends['tilewise, window']}.",
-            "The memory rule: materialising attention is run while the memory it will need, its last peak scaled by "
-            "the growth of the score matrix, fits in half of the memory that is available, at most "
-            f"{units.size(settings.memory_limit)}; here that is {units.size(most)}. A number in brackets, and a dashed "
-            "line, is that prediction.",
-        ],
-        head=head,
+        words=_words(settings, most),
+        head=["length", "attention", "time", "peak memory"],
         rows=rows,
         charts=_charts(measured, settings),
-        verdict=f"At length {longest:,} tilewise needs {units.size(there['bytes'])} and "
-        f"{units.duration(there['seconds'])}, where one score matrix alone has {matrix}. Up to {last:,}, where both "
-        f"run, the norms of out, dq, dk and dv differ by at most {apart:.1e}: "
-        + ("the same results." if exact else "NOT the same."),
+        verdict=_verdict(settings, measured, apart, exact),
     )
     return section, exact
