@@ -49,6 +49,11 @@ class Spec:
     def varlen(self) -> bool:
         return self.lengths_q is not None
 
+    @property
+    def yardstick_dtype(self) -> torch.dtype:
+        """What plain PyTorch computes in to measure the budget; fp64 cannot measure itself."""
+        return torch.float32 if self.dtype == torch.float64 else self.dtype
+
 
 @dataclass
 class Sample:
