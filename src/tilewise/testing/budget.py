@@ -63,18 +63,17 @@ def within_budget(
     yardstick: torch.Tensor | None,
     *,
     name: str = "out",
-    terms: float = 0.0,
+    floor: float = 0.0,
 ) -> Verdict:
     """Judge ``actual`` against ``expected`` (fp64), with plain PyTorch's ``yardstick`` as the measure.
 
     Where the yardstick is not finite though fp64 is (plain PyTorch overflowed or lost the row) it measures nothing:
     there fp64 alone judges, and four roundings of the largest expected element are allowed. ``yardstick=None`` means
-    that everywhere. fp64 cannot measure itself: for an fp64 ``actual`` give plain fp32 attention as the yardstick, whose
-    error is then counted in fp64's units.
+    that everywhere. fp64 cannot measure itself: for an fp64 ``actual`` give plain fp32 attention as the yardstick,
+    whose error is then counted in fp64's units.
 
-    ``terms`` is for gradients: the size of the products that cancel in them (dp against delta). One rounding of those
-    in the state dtype (fp32, or fp64) is always allowed, since a result that is 0 by cancellation, such as dq of a
-    softmax over one key, has no size of its own.
+    ``floor`` is an error always allowed. A result that is 0 by cancellation, such as dq of a softmax over one key, has
+    no size of its own to round: what may be lost there is relative to the products that cancel, which the caller knows.
     """
     if actual.shape != expected.shape:
         return _refused(name, f"shape is {tuple(actual.shape)}, must be {tuple(expected.shape)}")
@@ -102,7 +101,6 @@ def within_budget(
     rounding_unit = epsilon * (4 if bool(lost.any()) else 1)
     worst = _first(error.abs() == error.abs().max())
     max_error = float(error.abs().max())
-    floor = torch.finfo(torch.float64 if is_fp64 else torch.float32).eps * terms
     max_budget = max(FACTOR * float(measure.abs().max()) + rounding_unit * float(size.abs().max()), floor)
     rms_error = float(_rms(error))
     rms_budget = max(FACTOR * float(_rms(measure)) + rounding_unit * float(_rms(size)), floor)
@@ -116,10 +114,10 @@ def assert_within_budget(
     yardstick: torch.Tensor | None,
     *,
     name: str = "out",
-    terms: float = 0.0,
+    floor: float = 0.0,
 ) -> Verdict:
     """``within_budget``, raising AssertionError with the numbers when the answer is no."""
-    verdict = within_budget(actual, expected, yardstick, name=name, terms=terms)
+    verdict = within_budget(actual, expected, yardstick, name=name, floor=floor)
     if not verdict.ok:
         raise AssertionError(str(verdict))
     return verdict

@@ -145,7 +145,6 @@ FEATURES: dict[str, Callable[[_Maker], Options]] = {
     "window": lambda m: {"window_size": (3, 2)},
     "window_left": lambda m: {"window_size": (4, None)},
     "window_right": lambda m: {"window_size": (None, 1)},
-    "window_negative": lambda m: {"window_size": (5, -2)},
     "segments": lambda m: {"segments": (m.segments(m.spec.seqlen_q), m.segments(m.spec.seqlen_k))},
     "mask": lambda m: {"mask": m.mask_with_empty_rows()},
     "padding": lambda m: {"mask": m.padding()},
@@ -164,7 +163,7 @@ FEATURES: dict[str, Callable[[_Maker], Options]] = {
 DENSE_ONLY = ("segments", "mask", "padding", "bias", "bias_shared", "bias_rows")
 EXCLUSIVE = (
     ("causal", "top_left"),
-    ("window", "window_left", "window_right", "window_negative"),
+    ("window", "window_left", "window_right"),
     ("mask", "padding"),
     ("bias", "bias_shared", "bias_rows"),
     ("alibi", "alibi_batch"),
