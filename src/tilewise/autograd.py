@@ -51,8 +51,13 @@ def _run(name: str, tensors: Sequence[Any], rest: Sequence[Any]) -> Any:
     """The operator below autograd."""
     if _is_plain(tensors):
         return ops.IMPLEMENTATIONS[name](*tensors, *rest)
-    with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.tilewise, name).default(*tensors, *rest)
+    operator = getattr(torch.ops.tilewise, name).default
+    if not torch._C._are_functorch_transforms_active():
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*tensors, *rest)
+    # a Function's forward runs with gradients off, which would hide the call from the outer torch.func levels
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return operator(*tensors, *rest)
 
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any]) -> None:

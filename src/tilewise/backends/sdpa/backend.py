@@ -94,6 +94,11 @@ class SdpaBackend:
         """Seconds."""
         return cost.seconds(problem, facts)
 
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """(query rows, key columns) that torch's CPU kernel takes at a time, by the number of queries."""
+        rows = 256 if problem.seqlen_q >= 768 else 64 if problem.seqlen_q >= 192 else 32
+        return min(rows, max(problem.seqlen_q, 1)), min(512, max(problem.seqlen_k, 1))
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse); the packed form goes sequence by sequence."""
         if not problem.varlen:
