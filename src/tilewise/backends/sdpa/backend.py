@@ -33,6 +33,7 @@ def _layout_reasons(problem: Problem) -> list[Reason]:
 
 def _feature_reasons(problem: Problem) -> list[Reason]:
     left = problem.window_left
+    reasons = []
     checks = (
         (left is not None and left < problem.seqlen_k - 1, "window_left", str(left), "none that cuts keys off"),
         (problem.segments, "segments", "ids", "none"),
@@ -43,7 +44,10 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         ("bias" in problem.needs_grad, "bias", "gradient", "a bias that needs none"),
         (problem.derivative in ("jvp", "second"), "derivative", problem.derivative, "forward or backward"),
     )
-    return [Reason(what, has, needs) for wrong, what, has, needs in checks if wrong]
+    if problem.banded and problem.softmax_scale <= 0:
+        hint = "torch's kernel scales after excluding, so -inf would turn to NaN or +inf"
+        reasons.append(Reason("softmax_scale with causal", f"{problem.softmax_scale:g}", "more than 0", hint))
+    return reasons + [Reason(what, has, needs) for wrong, what, has, needs in checks if wrong]
 
 
 def _pair_reasons(problem: Problem) -> list[Reason]:
