@@ -190,10 +190,10 @@ def _backward(
     if max(-low, high) > _LSE_LIMIT[rows.lse.dtype] and _is_asked_for(rows):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
-        triple = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
-        return _named(problem, inputs, *triple)
+        dq, dk, dv = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
+        return _named(problem, torch.nn.functional.pad(dq, (0, 0, row, 0)), dk, dv)
     if len(found) == 1 and found[0] == Part(0, 0, problem.seqlen_k, found[0].causal):
-        return _named(problem, inputs, *kernel.backward(rows, k, v, added, found[0].causal, scale))
+        return _named(problem, *kernel.backward(rows, k, v, added, found[0].causal, scale))
     # the rectangle and the triangle share their rows, and no key
     dq = torch.zeros(inputs.q.shape, dtype=problem.state_dtype).transpose(1, 2)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -202,7 +202,7 @@ def _backward(
         grads = kernel.backward(rows, k[:, :, keys], v[:, :, keys], kernel.cut(added, part), part.causal, scale)
         dq[:, :, row:] += grads[0]
         dk[:, :, keys], dv[:, :, keys] = grads[1], grads[2]
-    return _named(problem, inputs, dq, dk, dv)
+    return _named(problem, dq, dk, dv)
 
 
 def _is_asked_for(rows: Rows) -> bool:
@@ -214,7 +214,7 @@ def _is_asked_for(rows: Rows) -> bool:
     return bool((large & asked).any())
 
 
-def _named(problem: Problem, inputs: Inputs, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
+def _named(problem: Problem, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
     """The gradients that are needed, heads back in third place, in the inputs' dtype."""
     grads = {"q": dq, "k": dk, "v": dv}
     return {name: grads[name].transpose(1, 2).to(problem.dtype) for name in problem.needs_grad}
