@@ -135,7 +135,8 @@ def attention_forward(
     if _is_plain_varlen(attention_mask, opts) and not weights_wanted:
         return _varlen(module, q, k, v, opts, scores), None
     where, pairs = _pairs(module, q, k, attention_mask, opts)
-    k, v = k[:, where], v[:, where]
+    if where != slice(None):
+        k, v = k[:, where], v[:, where]
     out = functional.attention(q, k, v, **scores, **pairs).contiguous()
     if not weights_wanted:
         return out, None
