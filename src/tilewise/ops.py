@@ -71,13 +71,18 @@ def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) ->
     return result
 
 
+def _counted(dlse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """dlse without the rows that see nothing: -inf is a constant, whatever 2 * lse * 0 made of it."""
+    return dlse.masked_fill(lse == -torch.inf, 0.0)
+
+
 def backward(
     dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
 ) -> list[torch.Tensor]:
     """The gradients named in ``needs_grad``, in that order."""
     arguments = Arguments(*flat)
     problem, inputs, backend = _prepare(arguments, "backward")
-    grads = backend.backward(problem, inputs, out, lse, dout, dlse)
+    grads = backend.backward(problem, inputs, out, lse, dout, None if dlse is None else _counted(dlse, lse))
     return _as_given(grads, problem.needs_grad, arguments)
 
 
@@ -112,7 +117,7 @@ def second(*flat: Any) -> list[torch.Tensor]:
     dout, dlse, out, lse = flat[count : count + 4]
     problem, inputs, backend = _prepare(arguments, "second")
     named = _named_tangents(tangents, problem)
-    grads = backend.second(problem, inputs, out, lse, named, dout, dlse)
+    grads = backend.second(problem, inputs, out, lse, named, dout, _counted(dlse, lse))
     return _as_given(grads, problem.needs_grad, arguments)
 
 

@@ -56,6 +56,7 @@ def _floors(exact: Sample, out: torch.Tensor, lse: torch.Tensor) -> dict[str, fl
         return {}
     kept = 1 - min(0.9, exact.options.get("dropout_p", 0.0))
     cancelling = 2 * epsilon * float(dp.max()) / kept + torch.finfo(spec.dtype).eps * float(delta.max())
+    cancelling += epsilon * float(exact.dlse.abs().max())
     scale = exact.options.get("softmax_scale")
     scale = abs(spec.headdim**-0.5 if scale is None else scale)
     seqlen_q, seqlen_k = exact.q.shape[-3], exact.k.shape[-3]
