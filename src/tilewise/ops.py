@@ -18,7 +18,7 @@ from tilewise import batching
 from tilewise.device import device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Gradients
-from tilewise.dispatch.choose import choose
+from tilewise.dispatch.choose import choose, choose_derivative
 from tilewise.inputs import Arguments, Inputs, describe, validate
 from tilewise.problem import GRAD_NAMES, Problem
 
@@ -43,9 +43,12 @@ Optional = torch.Tensor | None
 def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
     """Checked facts and tensors, and the backend that runs them."""
     problem, inputs = describe(arguments)
-    if derivative != "forward":
+    facts = device_facts(arguments.q.device)
+    if derivative == "forward":
+        name = choose(problem, facts, arguments.backend).name
+    else:
         problem = problem.replace(derivative=derivative)
-    name = choose(problem, device_facts(arguments.q.device), arguments.backend).name
+        name = choose_derivative(problem, facts, arguments.backend)
     # with no pair to compute there is nothing to be fast at, and one room knows every empty case
     return problem, inputs, registry.load("reference" if problem.is_empty else name)
 
