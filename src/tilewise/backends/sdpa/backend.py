@@ -73,6 +73,8 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _additive(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """What torch's kernel adds to the scores: the bias, and -inf where the mask excludes; 4-D, broadcast dims 1."""
+    if inputs.bias is None and inputs.mask is None:
+        return None
     bias = None if inputs.bias is None else _narrowed(inputs.bias)
     mask = None if inputs.mask is None else _narrowed(inputs.mask)
     if bias is not None and bias.dtype != problem.dtype:
@@ -142,7 +144,7 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added, scale = _additive(problem, inputs), problem.softmax_scale
     found = kernel.parts(problem)
-    if found == (Part(0, 0, problem.seqlen_k, False),):
+    if len(found) == 1 and not found[0].row and not found[0].causal:
         out, lse = kernel.forward(q, k, v, added, False, scale)
         return out.transpose(1, 2), lse
     states = []
@@ -176,17 +178,14 @@ def _backward(
     row = found[0].row
     k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added, scale = _additive(problem, inputs), problem.softmax_scale
-    rows = Rows(
-        inputs.q.transpose(1, 2)[:, :, row:],
-        out.transpose(1, 2)[:, :, row:],
-        lse[:, :, row:],
-        dout.transpose(1, 2)[:, :, row:],
-        None if dlse is None else dlse[:, :, row:],
-    )
-    low, high = (float(bound) for bound in torch.aminmax(rows.lse))
+    rows = Rows(inputs.q.transpose(1, 2), out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+    if row:
+        q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
+        rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
+    low, high = map(float, torch.aminmax(rows.lse))
     if low == -torch.inf:
         rows = kernel.without_empty(rows)
-        low, high = (float(bound) for bound in torch.aminmax(rows.lse))
+        low, high = map(float, torch.aminmax(rows.lse))
     if max(-low, high) > _LSE_LIMIT[problem.dtype] and _is_asked_for(rows, _LSE_LIMIT[problem.dtype]):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
