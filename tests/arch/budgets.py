@@ -11,7 +11,7 @@ FUNCTION_LINES = 60
 KERNEL_LINES = 150
 KERNEL_PARAMETERS = 30
 PUBLIC_PARAMETERS = 16
-KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "jit")
+KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "jit", "gluon_core.builtin")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
