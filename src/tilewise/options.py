@@ -25,17 +25,28 @@ default = _Default()
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Each argument is a tensor."""
+    """Each argument is a strided tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
+        _check_layout(name, tensor)
 
 
 def check_optional(**tensors: Any) -> None:
-    """Each argument is a tensor or None."""
+    """Each argument is a strided tensor or None."""
     for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name}: must be a torch.Tensor or None, got {type(tensor).__name__}")
+        _check_layout(name, tensor)
+
+
+def _check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Sparse and nested tensors are refused: they have no strides, and not every shape can be read."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        has = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InvalidType(f"{name}: layout is {has}, must be strided; see attention_varlen for packed sequences")
 
 
 def pair(name: str, value: Any) -> tuple[Any, Any]:
