@@ -18,7 +18,8 @@ _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 class _Default(threading.local):
     """What "auto" means in this thread; a thread-local, which torch.compile can trace and guard on."""
 
-    backend: str = "auto"
+    def __init__(self) -> None:
+        self.backend = "auto"  # of the instance: torch.compile does not guard on a default that its class holds
 
 
 default = _Default()
