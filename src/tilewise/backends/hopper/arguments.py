@@ -24,6 +24,7 @@ class Sizes(NamedTuple):
     seqlen_k: int
     lower: int
     upper: int
+    shift: int  # alibi measures |i + shift - j|
     blocks: int  # tiles of one head (packed: slots of the tile table)
     heads_in_flight: int  # heads whose tiles are worked on together, so that their keys stay in L2
     tiles: int
@@ -48,7 +49,7 @@ class Pointers(NamedTuple):
     sink: Any = None  # fp32 (batch, nheads)
     cu_seqlens_q: Any = None  # int32 (batch + 1,)
     cu_seqlens_k: Any = None
-    table: Any = None  # int32 (slots, 2): sequence and block of every tile of the packed form
+    table: Any = None  # int32: number of slots, 0, then sequence and block of every slot: see schedule.py
 
 
 class Mode(NamedTuple):
@@ -107,3 +108,61 @@ class Work(NamedTuple):
     k: Any
     lower: Any
     upper: Any
+    shift: Any
+
+
+class BackwardTile(NamedTuple):
+    """Compile-time sizes of the backward: two consumer warpgroups of 64 keys each, steps of 64 query rows."""
+
+    block_d: int
+    stages: int
+    registers: int
+
+
+class BackwardPointers(NamedTuple):
+    """Plain addresses of the backward's main kernel; None leaves no trace."""
+
+    ticket: Any  # int32 (1,): the next tile; 0 before and after every launch
+    alibi_slopes: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    table: Any = None
+
+
+class BackwardSizes(NamedTuple):
+    """Lengths and counts of one backward call, all int32; the band as in ``Sizes``."""
+
+    batch: int
+    nheads: int
+    group: int
+    seqlen_q: int
+    seqlen_k: int
+    lower: int
+    upper: int
+    shift: int
+    blocks: int  # key blocks of one head (packed: slots of the tile table)
+    tiles: int
+    row_blocks: int  # blocks of 64 rows that one query head has in the fp32 dq, lse and delta
+
+
+class Steps(NamedTuple):
+    """The query blocks a key tile meets: the masked ones first, [first, full_first) and [full_last, last)."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    masked: Any  # how many steps need the mask
+    count: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of the backward."""
+
+    q: Ring
+    dout: Ring
+    k: Ring
+    v: Ring
+    lse: Any
+    delta: Any
+    ds: Any  # two buffers of (128 keys, 64 rows)
+    dq: Ring

@@ -21,12 +21,13 @@ from tilewise.backends.hopper.arguments import Ring
 from tilewise.backends.hopper.primitives import (
     LN2,
     LOG2E,
+    capped,
+    count_tiles,
     draw_ticket,
     keep_band,
     key_blocks,
     load,
     locate,
-    log2_scores,
     matrix,
     new_barriers,
     new_ring,
@@ -34,6 +35,7 @@ from tilewise.backends.hopper.primitives import (
     publish,
     read_ticket,
     rows_at,
+    tilt,
 )
 
 
@@ -44,10 +46,11 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, 
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    tiles = count_tiles(pointers, sizes, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < sizes.tiles:
+    while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
         head_k = work.head // sizes.group
         first, _, _, last = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
@@ -58,7 +61,7 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, 
             load(k_ring, it % STAGES, it // STAGES, k_desc, coord)
             load(v_ring, it % STAGES, it // STAGES, v_desc, coord)
             it += 1
-        tile = draw_ticket(tickets, pointers.ticket, n, sizes.tiles)
+        tile = draw_ticket(tickets, pointers.ticket, n, tiles)
         n += 1
 
 
@@ -90,7 +93,12 @@ def block_softmax(s, row_max, row_sum, row0, col0, slope_log2, work, scalars, MA
     rows = gl.expand_dims(row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
     cols = gl.expand_dims(col0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
     if not MODE.raw_scale:
-        s = log2_scores(s, rows, cols, work.k.length - work.q.length, slope_log2, scalars, MODE)
+        if MODE.softcap:
+            s, _ = capped(s, scalars)
+        else:
+            s = s * scalars.scale_log2
+        if MODE.alibi:
+            s = tilt(s, rows, cols, work, slope_log2)
     if MASKED:
         s = keep_band(s, rows, cols, work, MODE)
     if MODE.raw_scale:
@@ -175,10 +183,11 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     o_smem = o_slots.index(INDEX)
+    tiles = count_tiles(pointers, sizes, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < sizes.tiles:
+    while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
         first, full_first, full_last, last = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
         row0 = (work.block * TILE.consumers + INDEX) * 64

@@ -44,15 +44,20 @@ class Box(NamedTuple):
 class Map:
     """A tensor map to be: what Triton's launcher reads of a descriptor, without the checks of its class."""
 
-    __slots__ = ("base", "box", "padding", "shape", "strides")
+    __slots__ = ("address", "base", "box", "padding", "shape", "strides")
 
-    def __init__(self, base: torch.Tensor | None, box: Box, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.base, self.box, self.shape, self.strides = base, box, shape, strides
+    def __init__(self, box: Box, shape: tuple[int, ...], strides: tuple[int, ...], address: int = 0) -> None:
+        self.box, self.shape, self.strides, self.address = box, shape, strides, address
         self.padding = "zero"
+        self.base = self
 
-    def at(self, base: torch.Tensor) -> Map:
-        """The same map of another tensor."""
-        return Map(base, self.box, self.shape, self.strides)
+    def data_ptr(self) -> int:
+        """The address, as the launcher asks a tensor for it."""
+        return self.address
+
+    def at(self, address: int) -> Map:
+        """The same map elsewhere."""
+        return Map(self.box, self.shape, self.strides, address)
 
 
 def dense_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
@@ -66,7 +71,7 @@ def dense_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
     order = (0, 2, 1)
     sizes = tuple(tensor.shape[i] for i in order)
     steps = tuple(strides[i] if tensor.shape[i] > 1 else dim * seqlen * nheads for i in order)
-    return Map(tensor, Box(tensor.dtype, (1, 1, rows, cols)), (*sizes, dim), (*steps, 1))
+    return Map(Box(tensor.dtype, (1, 1, rows, cols)), (*sizes, dim), (*steps, 1))
 
 
 def packed_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
@@ -79,7 +84,7 @@ def packed_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
     row, head = tensor.stride(0), tensor.stride(1) if nheads > 1 else dim
     limit = 0x7FFF0000
     box = Box(tensor.dtype, (1, 1, 1, rows, cols))
-    return Map(tensor, box, (limit, limit, nheads, RAGGED, dim), (2**34 - row, row, head, row, 1))
+    return Map(box, (limit, limit, nheads, RAGGED, dim), (2**34 - row, row, head, row, 1))
 
 
 def _type_of(value: Any) -> Any:
@@ -148,3 +153,9 @@ class Launch:
     def __call__(self, stream: int, *arguments: Any) -> None:
         """Run on a stream; the run-time arguments in the kernel's order, addresses as integers."""
         self.run(self.grid, 1, 1, stream, self.function, self.packed, None, None, None, *arguments, *self.constants)
+
+
+def current_stream(index: int) -> int:
+    """Handle of the current stream of a device."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream

@@ -87,6 +87,15 @@ def rows_at(span, head, row, MODE: gl.constexpr):
 
 
 @gluon.jit
+def count_tiles(pointers, sizes, MODE: gl.constexpr):
+    """How many tiles there are; the packed form's table begins with the number of its slots."""
+    if MODE.varlen:
+        return gl.load(pointers.table) * sizes.nheads
+    else:
+        return sizes.tiles
+
+
+@gluon.jit
 def draw_ticket(tickets, ticket_ptr, n, tiles):
     """Producer: take the next tile and publish it. The last ticket drawn sets the counter back to 0."""
     drawn = gl.atomic_add(ticket_ptr, 1)
@@ -117,14 +126,15 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
     if MODE.varlen:
         slot = tile // sizes.nheads
         head = tile - slot * sizes.nheads
-        batch = gl.load(pointers.table + 2 * slot)
-        block = gl.load(pointers.table + 2 * slot + 1)
+        batch = gl.load(pointers.table + 2 * slot + 2)
+        block = gl.load(pointers.table + 2 * slot + 3)
         start_q = gl.load(pointers.cu_seqlens_q + batch)
         start_k = gl.load(pointers.cu_seqlens_k + batch)
         length_q = gl.load(pointers.cu_seqlens_q + batch + 1) - start_q
         length_k = gl.load(pointers.cu_seqlens_k + batch + 1) - start_k
-        upper = length_k - length_q + sizes.upper
-        lower = length_k - length_q + sizes.lower
+        shift = length_k - length_q
+        upper = shift + sizes.upper
+        lower = shift + sizes.lower
         if MODE.top_left:
             upper = gl.minimum(upper, 0)
         # keys that no query sees are cut off, so that what they hold never meets a product
@@ -136,7 +146,8 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
             length_k -= cut
             lower -= cut
             upper -= cut
-        return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper)
+            shift -= cut
+        return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper, shift)
     else:
         per_group = sizes.blocks * sizes.heads_in_flight
         first = tile // per_group * sizes.heads_in_flight
@@ -147,7 +158,7 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
         q = Span(batch, sizes.seqlen_q)
         k = Span(batch, sizes.seqlen_k)
         block = sizes.blocks - 1 - within // width
-        return Work(block, head - batch * sizes.nheads, batch, q, k, sizes.lower, sizes.upper)
+        return Work(block, head - batch * sizes.nheads, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
 
 
 @gluon.jit
@@ -185,16 +196,19 @@ def keep_band(s, rows, cols, work, MODE: gl.constexpr):
 
 
 @gluon.jit
-def log2_scores(s, rows, cols, shift, slope_log2, scalars, MODE: gl.constexpr):
-    """Scaled, capped and tilted scores in units of log2; the cap's tanh is exact to fp32 rounding of its range."""
-    if MODE.softcap:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x))
-        s = scalars.softcap_out - (2 * scalars.softcap_out) * reciprocal(1.0 + gl.exp2(s * scalars.softcap_in))
-    else:
-        s = s * scalars.scale_log2
-    if MODE.alibi:
-        s = s - slope_log2 * gl.abs((rows + shift - cols).to(gl.float32))
-    return s
+def capped(s, scalars):
+    """softcap tanh(scale s / softcap) in units of log2, exact to fp32 rounding of its range, and r, for its derivative.
+
+    tanh(x) = 1 - 2 r and tanh'(x) = 4 r (1 - r) with r = 1 / (1 + exp(2 x)).
+    """
+    r = reciprocal(1.0 + gl.exp2(s * scalars.softcap_in))
+    return scalars.softcap_out - (2 * scalars.softcap_out) * r, r
+
+
+@gluon.jit
+def tilt(s, rows, cols, work, slope_log2):
+    """ALiBi, in units of log2."""
+    return s - slope_log2 * gl.abs((rows + work.shift - cols).to(gl.float32))
 
 
 @gluon.jit

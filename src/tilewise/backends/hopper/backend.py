@@ -1,0 +1,195 @@
+"""The Hopper backend: what it takes, and a call's way to its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.backends.hopper.tiles import MAX_HEADDIM, MAX_HEADDIM_BACKWARD, forward_tile, seen_keys
+from tilewise.device import DeviceFacts
+from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.inputs import Inputs
+from tilewise.problem import DTYPE_NAMES, Problem
+
+TRITON = (3, 6)
+PLANS = 4096
+FLOPS = 6.0e14  # a fair share of what the tiles reach, FLOP/s
+OVERHEAD = 1.0e-5  # seconds
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    parts = (text or "0").split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
+    found = []
+    if problem.device_type != "cuda":
+        found.append(Reason("device", problem.device_type, "cuda"))
+    if facts.arch != "sm_90":
+        found.append(Reason("arch", facts.arch or "unknown", "sm_90"))
+    if facts.triton is None or _version(facts.triton) < TRITON:
+        found.append(Reason("triton", facts.triton or "none", ">= " + ".".join(map(str, TRITON))))
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16 or bf16"))
+    return found
+
+
+def _shape_reasons(problem: Problem) -> list[Reason]:
+    found = []
+    most = MAX_HEADDIM_BACKWARD if problem.derivative == "backward" or problem.needs_grad else MAX_HEADDIM
+    for name, dim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if dim > most or dim % 8:
+            what = f"a multiple of 8, at most {most}" + (" with a gradient" if most < MAX_HEADDIM else "")
+            found.append(Reason(name, str(dim), what))
+    if not problem.inner_contiguous:
+        found.append(Reason("strides", "a last stride that is not 1", "contiguous channels", "call .contiguous()"))
+    rows = max(problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k)
+    if rows >= 1 << 29:
+        found.append(Reason("seqlen", str(rows), "less than 2**29"))
+    return found
+
+
+def _feature_reasons(problem: Problem) -> list[Reason]:
+    found = [
+        Reason(name, "one", "none")
+        for name, present in (
+            ("mask", problem.mask_shape is not None),
+            ("bias", problem.bias_shape is not None),
+            ("segments", problem.segments),
+        )
+        if present
+    ]
+    if problem.dropout_p:
+        found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
+    if problem.derivative not in ("forward", "backward"):
+        found.append(Reason("derivative", problem.derivative, "forward or backward", 'backend="reference" has it'))
+    if not problem.needs_grad:
+        return found
+    if problem.deterministic:
+        found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
+    if "alibi_slopes" in problem.needs_grad:
+        found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
+    if problem.softmax_scale == 0:
+        found.append(Reason("softmax_scale", "0 with a gradient", "not 0"))
+    if problem.varlen:
+        found.append(Reason("varlen", "packed with a gradient", "dense"))
+    return found
+
+
+def _loadable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy where the copy engine cannot walk its strides (multiples of 16 bytes, none 0)."""
+    size = tensor.element_size()
+    steps = [stride * size for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
+    fine = all(step % 16 == 0 and step > 0 for step in steps) and tensor.stride(-1) == 1
+    return tensor if fine and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class Hopper:
+    """Warp-specialised TMA and wgmma kernels for sm_90a."""
+
+    name = "hopper"
+    auto_devices: frozenset[str] = frozenset({"cuda"})
+
+    def __init__(self) -> None:
+        self._plans: dict[object, Any] = {}
+
+    def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
+        """Every reason against it."""
+        return (*_machine_reasons(problem, facts), *_shape_reasons(problem), *_feature_reasons(problem))
+
+    def cost(self, problem: Problem, facts: DeviceFacts) -> float:
+        """Seconds of the forward, the band left out."""
+        rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
+        pairs = rows * problem.nheads * problem.seqlen_k
+        return 2.0 * pairs * (problem.headdim + problem.headdim_v) / FLOPS + OVERHEAD
+
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """Query rows and keys of a forward tile."""
+        tile = forward_tile(problem)
+        return tile.block_m, tile.block_n
+
+    def forward(self, problem: Problem, inputs: Inputs) -> State:
+        """(out, lse)."""
+        if problem.is_empty or _nothing_seen(problem):
+            return _empty_forward(problem, inputs)
+        q, k, v = (_loadable(t) for t in (inputs.q, inputs.k, inputs.v))
+        if q is not inputs.q or k is not inputs.k or v is not inputs.v:
+            inputs = inputs.replace(q=q, k=k, v=v)
+        key = ("forward", problem, q.stride(), k.stride(), v.stride(), q.device.index)
+        plan = self._plans.get(key)
+        if plan is None:
+            from tilewise.backends.hopper.plans import ForwardPlan
+
+            plan = self._remember(key, ForwardPlan(problem, inputs))
+        state: State = plan.run(inputs)
+        return state
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        """The gradients named in ``problem.needs_grad``."""
+        if problem.is_empty or _nothing_seen(problem):
+            return _empty_backward(problem, inputs, lse, dlse)
+        q, k, v, dout = (_loadable(t) for t in (inputs.q, inputs.k, inputs.v, dout))
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.float().contiguous()
+        inputs = inputs.replace(q=q, k=k, v=v)
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
+        key = ("backward", problem, strides, dlse is None, q.device.index)
+        plan = self._plans.get(key)
+        if plan is None:
+            from tilewise.backends.hopper.plans import BackwardPlan
+
+            plan = self._remember(key, BackwardPlan(problem, inputs, out, dout, dlse is not None))
+        grads: Gradients = plan.run(inputs, out, lse, dout, dlse)
+        return grads
+
+    def _remember(self, key: object, plan: Any) -> Any:
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+
+def _nothing_seen(problem: Problem) -> bool:
+    """Whether the band alone hides every key from every query."""
+    if problem.varlen:
+        return False
+    seen = seen_keys(problem)
+    return seen.begin >= seen.end
+
+
+def _empty_forward(problem: Problem, inputs: Inputs) -> State:
+    """Every row is empty: out 0, lse -inf, or the sink's where there are rows."""
+    q = inputs.q
+    out = q.new_zeros((*q.shape[:-1], problem.headdim_v))
+    if problem.varlen:
+        return out, q.new_full((problem.nheads, problem.total_q), -torch.inf, dtype=torch.float32)
+    shape = (problem.batch, problem.nheads, problem.seqlen_q)
+    if inputs.sink is not None:
+        return out, inputs.sink.float()[..., None].expand(shape).contiguous()
+    return out, q.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def _empty_backward(
+    problem: Problem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Zeros, but for a sink, which is then all of lse."""
+    grads = {
+        name: torch.zeros_like(getattr(inputs, name), memory_format=torch.contiguous_format)
+        for name in problem.needs_grad
+    }
+    if "sink" in grads and dlse is not None and lse.numel():
+        grads["sink"] = dlse.float().masked_fill(lse == -torch.inf, 0.0).sum(-1)
+    return grads
+
+
+BACKEND = Hopper()

@@ -1,0 +1,105 @@
+"""Which tile a problem gets, with the reason beside each row, and the facts that a kernel is specialised on."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Mode, Scalars
+from tilewise.masks import band
+from tilewise.problem import Problem
+
+LOG2E = math.log2(math.e)
+L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside everything else
+MAX_HEADDIM = 256
+MAX_HEADDIM_BACKWARD = 128
+
+# (block_d, block_dv) -> tile
+_FORWARD = {
+    # exps and matrix products take the same time: three warpgroups keep both busy; q in registers would spill at 160
+    (64, 64): ForwardTile(128, 64, 64, 2, 3, 160, q_in_registers=False, own_out=True),
+    # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster
+    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, own_out=True),
+    # the accumulator takes 128 registers, so a score tile may take 32; out leaves through q's memory
+    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, own_out=False),
+    # k tiles of 256 channels in which 192 are real
+    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
+}
+_BACKWARD = {
+    64: BackwardTile(64, 2, 240),
+    128: BackwardTile(128, 2, 240),
+}
+
+
+def block_of(dim: int) -> int:
+    """The power of two, at least 64, that a head dimension is padded to inside a tile."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+def forward_tile(problem: Problem) -> ForwardTile:
+    """The forward's tile; pairs of head dimensions without a row of their own take the next larger square one."""
+    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    side = max(block_d, block_dv)
+    return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
+
+
+def backward_tile(problem: Problem) -> BackwardTile:
+    """The backward's tile."""
+    return _BACKWARD[block_of(max(problem.headdim, problem.headdim_v))]
+
+
+class Seen(NamedTuple):
+    """The keys [begin, end) that some query sees, and the band and ALiBi's shift counted from ``begin``."""
+
+    begin: int
+    end: int
+    lower: int
+    upper: int
+    shift: int
+
+
+def seen_keys(problem: Problem) -> Seen:
+    """Dense problems only. Keys no query sees are cut off, so that what they hold never meets a product."""
+    limits = band(problem)
+    begin = 0 if limits.lower is None else min(max(0, limits.lower), problem.seqlen_k)
+    end = problem.seqlen_k if limits.upper is None else min(problem.seqlen_k, problem.seqlen_q + limits.upper)
+    lower = -OPEN if limits.lower is None else max(limits.lower - begin, -OPEN)
+    upper = OPEN if limits.upper is None else min(limits.upper - begin, OPEN)
+    return Seen(begin, max(begin, end), lower, upper, problem.seqlen_k - problem.seqlen_q - begin)
+
+
+def mode_of(problem: Problem) -> Mode:
+    """The features of a problem; a bound that no pair reaches is none."""
+    plain = problem.softmax_scale > 0 and not problem.softcap and not problem.alibi
+    features = Mode(
+        varlen=problem.varlen, softcap=problem.softcap > 0, alibi=problem.alibi, sink=problem.sink, raw_scale=plain
+    )
+    if problem.varlen:
+        return features._replace(
+            lower=problem.window_left is not None,
+            upper=problem.window_right is not None or problem.causal is not None,
+            top_left=problem.causal == "top_left",
+        )
+    seen = seen_keys(problem)
+    return features._replace(
+        lower=problem.seqlen_q - 1 + seen.lower > 0,
+        upper=seen.upper < seen.end - seen.begin - 1,
+    )
+
+
+def scalars_of(problem: Problem) -> Scalars:
+    """Floating-point facts for the kernels."""
+    scale, cap = problem.softmax_scale, problem.softcap
+    return Scalars(
+        softmax_scale=float(scale),
+        scale_log2=scale * LOG2E,
+        softcap_in=2 * LOG2E * scale / cap if cap else 0.0,
+        softcap_out=cap * LOG2E,
+    )
+
+
+def heads_in_flight(problem: Problem) -> int:
+    """Query heads whose k and v fit L2 together."""
+    bytes_of_head = max(1, problem.seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize)
+    heads_k = max(1, L2_KEYS // bytes_of_head)
+    return min(heads_k * problem.group, problem.batch * problem.nheads)
