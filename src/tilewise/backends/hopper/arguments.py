@@ -76,6 +76,9 @@ class ForwardTile(NamedTuple):
     registers: int  # of a consumer's thread
     q_in_registers: bool
     own_out: bool  # out leaves through shared memory of its own, not through q's
+    pinned: bool = False
+    turns: bool = False
+    arrivals: int = 1
 
     @property
     def block_m(self) -> int:
@@ -112,8 +115,13 @@ class Work(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """Compile-time sizes of the backward: two consumer warpgroups of 64 keys each, steps of 64 query rows."""
+    """Compile-time sizes of the backward: two consumer warpgroups of 64 keys each, steps of ``block_m`` query rows.
 
+    dq of a step falls in two parts of (64, 64), one for each consumer: the two column halves of 64 rows of 128 channels,
+    or the two row halves of 128 rows of 64.
+    """
+
+    block_m: int
     block_d: int
     stages: int
     registers: int
@@ -142,7 +150,7 @@ class BackwardSizes(NamedTuple):
     shift: int
     blocks: int  # key blocks of one head (packed: slots of the tile table)
     tiles: int
-    row_blocks: int  # blocks of 64 rows that one query head has in the fp32 dq, lse and delta
+    row_blocks: int  # blocks of block_m rows that one query head has in the fp32 dq, lse and delta
 
 
 class Steps(NamedTuple):
@@ -164,5 +172,5 @@ class Shared(NamedTuple):
     v: Ring
     lse: Any
     delta: Any
-    ds: Any  # two buffers of (128 keys, 64 rows)
+    ds: Any  # two buffers of (128 keys, block_m rows)
     dq: Ring

@@ -39,7 +39,7 @@ from tilewise.backends.hopper.primitives import (
 )
 
 KEYS = gl.constexpr(128)
-ROWS = gl.constexpr(64)
+PART = gl.constexpr(128)  # rows of the fp32 map that hold one part of dq: see fragment_order
 
 
 @gluon.jit
@@ -55,8 +55,9 @@ def locate_keys(tile, pointers, sizes, MODE: gl.constexpr):
 
 
 @gluon.jit
-def row_steps(work, MODE: gl.constexpr):
+def row_steps(work, MODE: gl.constexpr, TILE: gl.constexpr):
     """The query blocks of a key tile, at least one."""
+    ROWS: gl.constexpr = TILE.block_m
     n_begin = work.block * KEYS
     n_end = gl.minimum(n_begin + KEYS, work.k.length)
     blocks = (work.q.length + ROWS - 1) // ROWS
@@ -93,14 +94,14 @@ def row_block(steps, t, MODE: gl.constexpr):
 
 @gluon.jit
 def statistics_block(work, sizes, g, block):
-    """Number of a block of 64 rows in the fp32 dq, lse and delta, g-th query head of the group."""
+    """Number of a block of rows in the fp32 dq, lse and delta, g-th query head of the group."""
     head = work.head * sizes.group + g
     return (work.batch * sizes.nheads + head) * sizes.row_blocks + block
 
 
 @gluon.jit
 def load_with_row(ring, rows_smem, slot, count, desc, coord, rows_desc, row):
-    """Fill a slot with a tile and the 64 row statistics that go with it."""
+    """Fill a slot with a tile and the row statistics that go with it."""
     mbarrier.wait(ring.empty.index(slot), (count & 1) ^ 1)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot))
@@ -112,12 +113,13 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
              MODE: gl.constexpr, TILE: gl.constexpr):
     """Fetches k and v of every tile and q and dout of its steps; draws the next tile at the end, so heavy ones go first."""
     STAGES: gl.constexpr = TILE.stages
+    ROWS: gl.constexpr = TILE.block_m
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < sizes.tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
-        steps = row_steps(work, MODE)
+        steps = row_steps(work, MODE, TILE)
         key0 = work.block * KEYS
         for g in range(0, sizes.group):
             head = work.head * sizes.group + g
@@ -139,20 +141,19 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
 
 @gluon.jit
 def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
-    """Adds each step's dq, one column half from each consumer, to fp32 memory."""
-    HALF: gl.constexpr = TILE.block_d  # rows of the map that hold one half: see fragment_order
+    """Adds each step's dq, one part from each consumer, to fp32 memory."""
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < sizes.tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
-        steps = row_steps(work, MODE)
+        steps = row_steps(work, MODE, TILE)
         for g in range(0, sizes.group):
             for t in range(0, steps.count):
-                at = statistics_block(work, sizes, g, row_block(steps, t, MODE)) * (2 * HALF)
+                at = statistics_block(work, sizes, g, row_block(steps, t, MODE)) * (2 * PART)
                 for c in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(c), it & 1)
-                    tma_reduce_add(dq_desc, [at + c * HALF, 0], shared.dq.slots.index(c))
+                    tma_reduce_add(dq_desc, [at + c * PART, 0], shared.dq.slots.index(c))
                 tma.store_wait(1)
                 mbarrier.arrive(shared.dq.empty.index(0), count=1)
                 tma.store_wait(0)
@@ -164,10 +165,24 @@ def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TIL
 
 @gluon.jit
 def fragment_order(dq):
-    """dq (64, D / 2) in the order in which threads hold it, (D, 32): stores without bank conflicts; post undoes it."""
-    COLS: gl.constexpr = dq.shape[1]
-    x = gl.reshape(dq, [4, 2, 4, 2, COLS // 8, 4, 2])
-    return gl.reshape(gl.permute(x, (4, 0, 2, 3, 5, 1, 6)), [2 * COLS, 32])
+    """A part of dq, (64, 64), in the order in which threads hold it, (128, 32): stores meet no bank conflicts.
+
+    ``preprocess.after_kernel`` undoes it.
+    """
+    x = gl.reshape(dq, [4, 2, 4, 2, 8, 4, 2])
+    return gl.reshape(gl.permute(x, (4, 0, 2, 3, 5, 1, 6)), [PART, 32])
+
+
+@gluon.jit
+def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Issue this consumer's part of dq = ds k, from the ds of both."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
+    if TILE.block_m == 64:
+        return warpgroup_mma(ds.permute((1, 0)), k.slice(INDEX * 64, 64, 1), zeros, use_acc=False, is_async=True)
+    else:
+        rows = ds.slice(INDEX * 64, 64, 1).permute((1, 0))
+        return warpgroup_mma(rows, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -212,12 +227,11 @@ def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.cons
 @gluon.jit
 def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.constexpr, FIRST: gl.constexpr,
          MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """One block of 64 query rows against this warpgroup's 64 keys; the first of a tile has no dq to finish."""
+    """One block of query rows against this warpgroup's 64 keys; the first of a tile has no dq to finish."""
     DTYPE: gl.constexpr = shared.ds.dtype
     STAGES: gl.constexpr = TILE.stages
-    HALF: gl.constexpr = TILE.block_d // 2
+    ROWS: gl.constexpr = TILE.block_m
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     zero = i >> 24  # not known to be 0: keeps the operands' loop-invariant descriptors out of registers
@@ -227,7 +241,6 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     q = matrix(shared.q.slots.index(slot))
     dout = matrix(shared.dout.slots.index(slot))
     ds_mine = shared.ds.index(i % 2).slice(INDEX * 64, 64, 0)
-    zeros = gl.zeros([64, HALF], gl.float32, layout=Q_LAYOUT)
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
     lse = shared.lse.index(slot)
@@ -242,8 +255,7 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
         sync_consumers()  # ds of step i - 1 is complete
-        ds_before = shared.ds.index((i + 1) % 2).permute((1, 0))
-        dq = warpgroup_mma(ds_before, k.slice(INDEX * HALF, HALF, 1), zeros, use_acc=False, is_async=True)
+        dq = start_dq(shared.ds.index((i + 1) % 2), k, INDEX, TILE)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(shared.q.empty.index((i + STAGES - 1) % STAGES), count=1)
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
@@ -269,22 +281,21 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
 @gluon.jit
 def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
              TILE: gl.constexpr):
-    """dk and dv of keys [64 INDEX, 64 INDEX + 64) of every tile, and one column half of dq."""
+    """dk and dv of keys [64 INDEX, 64 INDEX + 64) of every tile, and one part of dq."""
     DTYPE: gl.constexpr = dk_desc.dtype
     STAGES: gl.constexpr = TILE.stages
     BLOCK_D: gl.constexpr = TILE.block_d
-    HALF: gl.constexpr = BLOCK_D // 2
+    ROWS: gl.constexpr = TILE.block_m
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     # dk leaves through the memory of ds, dv through that of dq: the next tile's loads need not wait for them
-    dk_smem = shared.ds._reinterpret(DTYPE, [256 // BLOCK_D, 1, 1, 64, BLOCK_D], dk_desc.layout).index(INDEX)
-    dv_smem = shared.dq.slots._reinterpret(DTYPE, [2, 1, 1, 64, BLOCK_D], dv_desc.layout).index(INDEX)
+    dk_smem = shared.ds._reinterpret(DTYPE, [4 * ROWS // BLOCK_D, 1, 1, 64, BLOCK_D], dk_desc.layout).index(INDEX)
+    dv_smem = shared.dq.slots._reinterpret(DTYPE, [256 // BLOCK_D, 1, 1, 64, BLOCK_D], dv_desc.layout).index(INDEX)
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < sizes.tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
-        steps = row_steps(work, MODE)
+        steps = row_steps(work, MODE, TILE)
         key0 = work.block * KEYS + INDEX * 64
         slope_log2 = 0.0
         dk = warpgroup_mma_init(gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT))
@@ -306,14 +317,14 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
                               INDEX, False, True, MODE, TILE)
                 it += 1
             for t in range(gl.maximum(done, steps.masked), steps.count):
-                dk, dv = step(it, 0, key0, dk, dv, shared, slope_log2, work, scalars,
+                row0 = 0  # only ALiBi asks where an unmasked block lies
+                if MODE.alibi:
+                    row0 = row_block(steps, t, MODE) * ROWS
+                dk, dv = step(it, row0, key0, dk, dv, shared, slope_log2, work, scalars,
                               INDEX, False, False, MODE, TILE)
                 it += 1
         sync_consumers()
-        ds_before = shared.ds.index((it + 1) % 2).permute((1, 0))
-        k_half = matrix(shared.k.slots.index(0)).slice(INDEX * HALF, HALF, 1)
-        zeros = gl.zeros([64, HALF], gl.float32, layout=Q_LAYOUT)
-        dq = warpgroup_mma(ds_before, k_half, zeros, use_acc=False, is_async=True)
+        dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         mbarrier.arrive(shared.v.empty.index(0), count=1)
@@ -336,9 +347,9 @@ def backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_
                     scalars, MODE: gl.constexpr, TILE: gl.constexpr, num_warps: gl.constexpr):
     """dk, dv and the fp32 sum of dq; persistent: a CTA draws key tiles until there are none."""
     STAGES: gl.constexpr = TILE.stages
-    BLOCK_D: gl.constexpr = TILE.block_d
+    ROWS: gl.constexpr = TILE.block_m
     DTYPE: gl.constexpr = q_desc.dtype
-    dq_slots = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D, 32], dq_desc.layout)
+    dq_slots = gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout)
     shared = Shared(
         new_ring(q_desc, STAGES, 2),
         new_ring(dout_desc, STAGES, 2),

@@ -26,15 +26,18 @@ from tilewise.backends.hopper.primitives import (
     draw_ticket,
     keep_band,
     key_blocks,
+    let_go,
     load,
     locate,
     matrix,
     new_barriers,
     new_ring,
     new_tickets,
+    pass_turn,
     publish,
     read_ticket,
     rows_at,
+    take_turn,
     tilt,
 )
 
@@ -108,8 +111,8 @@ def block_softmax(s, row_max, row_sum, row0, col0, slope_log2, work, scalars, MA
 
 
 @gluon.jit
-def block_step(t, it, last, q, o, p, row_max, row_sum, k_ring, v_ring, row0, slope_log2, work, scalars,
-               MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+def block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0, slope_log2, work, scalars,
+               INDEX: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """Block t: its scores are computed while block t - 1 is multiplied with v, then its softmax."""
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -117,22 +120,36 @@ def block_step(t, it, last, q, o, p, row_max, row_sum, k_ring, v_ring, row0, slo
     O_LAYOUT: gl.constexpr = o.type.layout
     here = (it + 1) % STAGES
     before = it % STAGES
-    mbarrier.wait(k_ring.full.index(here), ((it + 1) // STAGES) & 1)
+    if not TILE.pinned:
+        mbarrier.wait(k_ring.full.index(here), ((it + 1) // STAGES) & 1)
+    if TILE.turns:
+        take_turn(INDEX)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     s = warpgroup_mma(q, matrix(k_ring.slots.index(here)).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_ring.full.index(before), (it // STAGES) & 1)
+    if TILE.pinned:
+        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
     o = warpgroup_mma(p, matrix(v_ring.slots.index(before)), o, is_async=True)
+    if TILE.turns:
+        pass_turn((INDEX + 1) % TILE.consumers)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_ring.empty.index(here), count=1)
+    let_go(k_ring.empty.index(here), TILE.arrivals)
     col0 = (last - 1 - t) * TILE.block_n
     p_new, rescale, row_max, row_sum = block_softmax(
         s, row_max, row_sum, row0, col0, slope_log2, work, scalars, MASKED, MODE
     )
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    mbarrier.arrive(v_ring.empty.index(before), count=1)
-    p = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
-    by_row = gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    return o * gl.expand_dims(by_row, 1), p, row_max, row_sum
+    if TILE.pinned:
+        p_new = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
+        mbarrier.wait(k_ring.full.index((it + 2) % STAGES), ((it + 2) // STAGES) & 1, pred=t + 1 < last - first)
+        o, p, p_new = warpgroup_mma_wait(0, deps=(o, p, p_new))
+        let_go(v_ring.empty.index(before), TILE.arrivals)
+        return o, p_new, rescale, row_max, row_sum
+    else:
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        let_go(v_ring.empty.index(before), TILE.arrivals)
+        p = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
+        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
+        return o, p, rescale, row_max, row_sum
 
 
 @gluon.jit
@@ -179,6 +196,7 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
+    CONSUMERS: gl.constexpr = TILE.consumers
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -187,6 +205,9 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     tile = gl.program_id(0)
     n = 0
     it = 0
+    if TILE.turns:
+        if INDEX == CONSUMERS - 1:
+            pass_turn(0)
     while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
         first, full_first, full_last, last = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
@@ -213,32 +234,37 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
         row_sum = partial_sums(zeros)
         o = gl.zeros([64, BLOCK_DV], gl.float32, layout=O_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_ring.empty.index(slot), count=1)
-        p, _, row_max, row_sum = block_softmax(
+        let_go(k_ring.empty.index(slot), TILE.arrivals)
+        p, rescale, row_max, row_sum = block_softmax(
             s, row_max, row_sum, row0, (last - 1) * TILE.block_n, slope_log2, work, scalars, True, MODE
         )
         p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+        if TILE.pinned:
+            rescale = rescale * 0.0 + 1.0
+            mbarrier.wait(k_ring.full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=last - first > 1)
         if MODE.upper:
             for t in range(1, last - full_last):
-                o, p, row_max, row_sum = block_step(t, it, last, q, o, p, row_max, row_sum, k_ring, v_ring, row0,
-                                                    slope_log2, work, scalars, True, MODE, TILE)
+                o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
+                                                    slope_log2, work, scalars, INDEX, True, MODE, TILE)
                 it += 1
         for t in range(gl.maximum(last - full_last, 1), last - full_first):
-            o, p, row_max, row_sum = block_step(t, it, last, q, o, p, row_max, row_sum, k_ring, v_ring, row0,
-                                                slope_log2, work, scalars, False, MODE, TILE)
+            o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
+                                                slope_log2, work, scalars, INDEX, False, MODE, TILE)
             it += 1
         if MODE.lower:
             for t in range(gl.maximum(last - full_first, 1), last - first):
-                o, p, row_max, row_sum = block_step(t, it, last, q, o, p, row_max, row_sum, k_ring, v_ring, row0,
-                                                    slope_log2, work, scalars, True, MODE, TILE)
+                o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
+                                                    slope_log2, work, scalars, INDEX, True, MODE, TILE)
                 it += 1
 
         slot = it % STAGES
         mbarrier.wait(v_ring.full.index(slot), (it // STAGES) & 1)
+        if TILE.pinned:
+            o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
         o = warpgroup_mma(p, matrix(v_ring.slots.index(slot)), o, is_async=True)
         lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
-        mbarrier.arrive(v_ring.empty.index(slot), count=1)
+        let_go(v_ring.empty.index(slot), TILE.arrivals)
         it += 1
         if TILE.own_out:
             tma.store_wait(0)
@@ -249,6 +275,9 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
             mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
         tile = read_ticket(tickets, n)
         n += 1
+    if TILE.turns:
+        if INDEX == 0:
+            take_turn(0)
     tma.store_wait(0)
 
 
@@ -259,8 +288,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, pointers, sizes, scalars, MOD
     CONSUMERS: gl.constexpr = TILE.consumers
     q_slots = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     q_ring = Ring(q_slots, new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1))
-    k_ring = new_ring(k_desc, TILE.stages, CONSUMERS)
-    v_ring = new_ring(v_desc, TILE.stages, CONSUMERS)
+    k_ring = new_ring(k_desc, TILE.stages, CONSUMERS * TILE.arrivals)
+    v_ring = new_ring(v_desc, TILE.stages, CONSUMERS * TILE.arrivals)
     tickets = new_tickets(CONSUMERS)
     if TILE.own_out:
         o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)

@@ -157,7 +157,8 @@ class BackwardPlan:
         self.seen = slice(seen.begin, seen.end)
         self.all_seen = seen.begin == 0 and seen.end == problem.seqlen_k
         blocks = -(-(seen.end - seen.begin) // 128)
-        self.row_blocks = -(-problem.seqlen_q // 64)
+        self.row_blocks = -(-problem.seqlen_q // tile.block_m)
+        self.padded = self.row_blocks * tile.block_m
         self.heads = problem.batch * problem.nheads
         self.sizes = BackwardSizes(problem.batch, problem.nheads, problem.group, problem.seqlen_q, seen.end - seen.begin,
                                    seen.lower, seen.upper, seen.shift, blocks,
@@ -165,14 +166,14 @@ class BackwardPlan:
         k, v = inputs.k[:, self.seen], inputs.v[:, self.seen]
         dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta")[:, self.seen] for t in (inputs.k, inputs.v))
         block_d = tile.block_d
-        rows = self.heads * self.row_blocks * 64
-        statistics = Map(Box(torch.float32, (64,), swizzled=False), (rows,), (1,))
-        fragments = Map(Box(torch.float32, (block_d, 32)), (rows * block_d // 32, 32), (32, 1))
+        rows = self.heads * self.padded
+        statistics = Map(Box(torch.float32, (tile.block_m,), swizzled=False), (rows,), (1,))
+        fragments = Map(Box(torch.float32, (128, 32)), (rows * block_d // 32, 32), (32, 1))
         self.maps = (
-            dense_map(inputs.q, 64, block_d),
+            dense_map(inputs.q, tile.block_m, block_d),
             dense_map(k, 128, block_d),
             dense_map(v, 128, block_d),
-            dense_map(dout, 64, block_d),
+            dense_map(dout, tile.block_m, block_d),
             statistics,
             statistics,
             dense_map(dk, 64, block_d),
@@ -185,17 +186,17 @@ class BackwardPlan:
                            (*self.maps, pointers, self.sizes, self.scalars, self.mode, tile, 4))  # fmt: skip
         factor = 1.4426950408889634 if problem.softcap else -1.0 / problem.softmax_scale
         dq = torch.empty(inputs.q.shape, dtype=problem.dtype, device="meta")
-        self.before_tail = (out.stride()[:3], dout.stride()[:3], problem.nheads, problem.seqlen_q, self.row_blocks,
+        self.before_tail = (out.stride()[:3], dout.stride()[:3], problem.nheads, problem.seqlen_q, self.padded,
                             problem.headdim_v, factor)  # fmt: skip
-        self.after_tail = (dq.stride()[:3], problem.nheads, problem.seqlen_q, self.row_blocks, problem.headdim,
+        self.after_tail = (dq.stride()[:3], problem.nheads, problem.seqlen_q, self.padded, problem.headdim,
                            self.scalars.softmax_scale)  # fmt: skip
         fp32 = _placeholder(torch.float32)
         self.before = Launch(
             before_kernel,
-            self.heads * self.row_blocks * 4,
+            rows // 16,
             (dq, dq, fp32, fp32 if dlse else None, fp32, fp32, fp32, *self.before_tail, block_d, 16),
         )
-        self.after = Launch(after_kernel, self.heads * self.row_blocks, (fp32, dq, *self.after_tail, block_d))
+        self.after = Launch(after_kernel, rows // 64, (fp32, dq, *self.after_tail, block_d))
 
     def run(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -204,7 +205,7 @@ class BackwardPlan:
         q, k, v = inputs.q, inputs.k, inputs.v
         device = q.device
         stream = launch.current_stream(device.index)
-        rows = self.heads * self.row_blocks * 64
+        rows = self.heads * self.padded
         scratch = torch.empty(rows * (self.tile.block_d + 2), dtype=torch.float32, device=device)
         acc = scratch.data_ptr()
         lse_at = acc + rows * self.tile.block_d * 4

@@ -9,13 +9,13 @@ import triton.language as tl
 
 @triton.jit
 def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_ptr, dq_ptr, out_stride, dout_stride,
-                  nheads, seqlen, row_blocks, headdim_v, lse_factor, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """lse times ``lse_factor``, -delta = dlse - rowsum(out * dout), and zeros for dq; heads padded to blocks of 64 rows.
+                  nheads, seqlen, padded_rows, headdim_v, lse_factor, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """lse times ``lse_factor``, -delta = dlse - rowsum(out * dout), and zeros for dq; heads padded to ``padded_rows``.
 
     Strides are (batch, row, head) in elements. Rows past the sequence get zeros; so does lse where it is -inf, for such a
     row is masked throughout.
     """
-    per_head = row_blocks * (64 // ROWS)
+    per_head = padded_rows // ROWS
     head = tl.program_id(0) // per_head
     rows = tl.program_id(0) % per_head * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -31,20 +31,20 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
     lse = tl.load(lse_ptr + head.to(tl.int64) * seqlen + rows, mask=inside, other=0.0)
     if dlse_ptr is not None:
         minus_delta += tl.load(dlse_ptr + head.to(tl.int64) * seqlen + rows, mask=inside, other=0.0)
-    padded = head.to(tl.int64) * row_blocks * 64 + rows
+    padded = head.to(tl.int64) * padded_rows + rows
     tl.store(lse_out_ptr + padded, tl.where(lse == float("-inf"), 0.0, lse * lse_factor))
     tl.store(delta_out_ptr + padded, minus_delta)
     tl.store(dq_ptr + padded[:, None] * BLOCK_D + cols[None, :], tl.zeros([ROWS, BLOCK_D], tl.float32))
 
 
 @triton.jit
-def after_kernel(acc_ptr, dq_ptr, dq_stride, nheads, seqlen, row_blocks, headdim, softmax_scale,
+def after_kernel(acc_ptr, dq_ptr, dq_stride, nheads, seqlen, padded_rows, headdim, softmax_scale,
                  BLOCK_D: tl.constexpr):
     """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype."""
-    head = tl.program_id(0) // row_blocks
-    block = tl.program_id(0) % row_blocks
+    head = tl.program_id(0) // (padded_rows // 64)
+    block = tl.program_id(0) % (padded_rows // 64)
     x = tl.load(acc_ptr + tl.program_id(0).to(tl.int64) * (64 * BLOCK_D) + tl.arange(0, 64 * BLOCK_D))
-    x = tl.reshape(x, [2, BLOCK_D // 16, 4, 4, 2, 4, 2, 2])  # half, i, warp, row / 2, row % 2, quad, high row, pair
+    x = tl.reshape(x, [BLOCK_D // 64, 8, 4, 4, 2, 4, 2, 2])  # part, i, warp, row / 2, row % 2, quad, high row, pair
     x = tl.reshape(tl.permute(x, (2, 6, 3, 4, 0, 1, 5, 7)), [64, BLOCK_D])
     rows = block * 64 + tl.arange(0, 64)
     cols = tl.arange(0, BLOCK_D)

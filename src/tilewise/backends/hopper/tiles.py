@@ -26,8 +26,8 @@ _FORWARD = {
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
 _BACKWARD = {
-    64: BackwardTile(64, 2, 240),
-    128: BackwardTile(128, 2, 240),
+    64: BackwardTile(128, 64, 2, 240),
+    128: BackwardTile(64, 128, 2, 240),
 }
 
 
