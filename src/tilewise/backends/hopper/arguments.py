@@ -76,9 +76,6 @@ class ForwardTile(NamedTuple):
     registers: int  # of a consumer's thread
     q_in_registers: bool
     own_out: bool  # out leaves through shared memory of its own, not through q's
-    pinned: bool = False
-    turns: bool = False
-    arrivals: int = 1
 
     @property
     def block_m(self) -> int:
@@ -112,6 +109,15 @@ class Work(NamedTuple):
     lower: Any
     upper: Any
     shift: Any
+
+
+class KeyBlocks(NamedTuple):
+    """The key blocks [first, last) of a query tile; [full_first, full_last) need no mask."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    last: Any
 
 
 class BackwardTile(NamedTuple):

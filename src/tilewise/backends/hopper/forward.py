@@ -26,18 +26,15 @@ from tilewise.backends.hopper.primitives import (
     draw_ticket,
     keep_band,
     key_blocks,
-    let_go,
     load,
     locate,
     matrix,
     new_barriers,
     new_ring,
     new_tickets,
-    pass_turn,
     publish,
     read_ticket,
     rows_at,
-    take_turn,
     tilt,
 )
 
@@ -56,11 +53,11 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, 
     while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
         head_k = work.head // sizes.group
-        first, _, _, last = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
+        blocks = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
         for c in gl.static_range(CONSUMERS):
             load(q_ring, c, n, q_desc, rows_at(work.q, work.head, work.block * BLOCK_M + c * 64, MODE))
-        for t in range(0, last - first):
-            coord = rows_at(work.k, head_k, (last - 1 - t) * TILE.block_n, MODE)
+        for t in range(0, blocks.last - blocks.first):
+            coord = rows_at(work.k, head_k, (blocks.last - 1 - t) * TILE.block_n, MODE)
             load(k_ring, it % STAGES, it // STAGES, k_desc, coord)
             load(v_ring, it % STAGES, it // STAGES, v_desc, coord)
             it += 1
@@ -76,11 +73,11 @@ def partial_sums(p):
 
 
 @gluon.jit
-def softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr):
     """One block of the online softmax: probabilities against the new maximum, and the factor for what came before."""
     row_max_new = gl.maximum(row_max, gl.max(s, 1))
     shift = row_max_new * scale_log2
-    if MASKED:  # a row that has seen nothing yet has no maximum to subtract
+    if MODE.lower or MODE.upper:  # a row that has seen nothing yet has no maximum to subtract
         shift = gl.where(row_max_new == float("-inf"), 0.0, shift)
     rescale = gl.exp2(row_max * scale_log2 - shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
@@ -90,66 +87,52 @@ def softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def block_softmax(s, row_max, row_sum, row0, col0, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
-    """Scores of a block, masked where the band needs it, through one softmax step."""
+def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr,
+                  MODE: gl.constexpr):
+    """Scores of a block, masked where it is partial (never, unless PARTIAL), through one softmax step."""
     LAYOUT: gl.constexpr = s.type.layout
     rows = gl.expand_dims(row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
-    cols = gl.expand_dims(col0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-    if not MODE.raw_scale:
-        if MODE.softcap:
-            s, _ = capped(s, scalars)
-        else:
-            s = s * scalars.scale_log2
-        if MODE.alibi:
-            s = tilt(s, rows, cols, work, slope_log2)
-    if MASKED:
-        s = keep_band(s, rows, cols, work, MODE)
+    cols = gl.expand_dims(block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+    if MODE.softcap:
+        s, _ = capped(s, scalars)
+    elif not MODE.raw_scale:
+        s = s * scalars.scale_log2
+    if MODE.alibi:
+        s = tilt(s, rows, cols, work, slope_log2)
+    if PARTIAL:
+        if block >= blocks.full_last or block < blocks.full_first:
+            s = keep_band(s, rows, cols, work, MODE)
     if MODE.raw_scale:
-        return softmax_step(s, row_max, row_sum, scalars.scale_log2, MASKED)
+        return softmax_step(s, row_max, row_sum, scalars.scale_log2, MODE)
     else:
-        return softmax_step(s, row_max, row_sum, 1.0, MASKED)
+        return softmax_step(s, row_max, row_sum, 1.0, MODE)
 
 
 @gluon.jit
-def block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0, slope_log2, work, scalars,
-               INDEX: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """Block t: its scores are computed while block t - 1 is multiplied with v, then its softmax."""
+def block_step(block, it, q, o, p, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars,
+               MODE: gl.constexpr, TILE: gl.constexpr):
+    """One block: its scores are computed while the block before is multiplied with v, then its softmax."""
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
     S_LAYOUT: gl.constexpr = row_max.type.layout.parent
     O_LAYOUT: gl.constexpr = o.type.layout
     here = (it + 1) % STAGES
     before = it % STAGES
-    if not TILE.pinned:
-        mbarrier.wait(k_ring.full.index(here), ((it + 1) // STAGES) & 1)
-    if TILE.turns:
-        take_turn(INDEX)
+    mbarrier.wait(k_ring.full.index(here), ((it + 1) // STAGES) & 1)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     s = warpgroup_mma(q, matrix(k_ring.slots.index(here)).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_ring.full.index(before), (it // STAGES) & 1)
-    if TILE.pinned:
-        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
     o = warpgroup_mma(p, matrix(v_ring.slots.index(before)), o, is_async=True)
-    if TILE.turns:
-        pass_turn((INDEX + 1) % TILE.consumers)
     s = warpgroup_mma_wait(1, deps=(s,))
-    let_go(k_ring.empty.index(here), TILE.arrivals)
-    col0 = (last - 1 - t) * TILE.block_n
+    mbarrier.arrive(k_ring.empty.index(here), count=1)
     p_new, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, col0, slope_log2, work, scalars, MASKED, MODE
+        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, MODE.lower or MODE.upper, MODE
     )
-    if TILE.pinned:
-        p_new = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
-        mbarrier.wait(k_ring.full.index((it + 2) % STAGES), ((it + 2) // STAGES) & 1, pred=t + 1 < last - first)
-        o, p, p_new = warpgroup_mma_wait(0, deps=(o, p, p_new))
-        let_go(v_ring.empty.index(before), TILE.arrivals)
-        return o, p_new, rescale, row_max, row_sum
-    else:
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
-        let_go(v_ring.empty.index(before), TILE.arrivals)
-        p = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
-        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
-        return o, p, rescale, row_max, row_sum
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    mbarrier.arrive(v_ring.empty.index(before), count=1)
+    p = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
+    by_row = gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    return o * gl.expand_dims(by_row, 1), p, row_max, row_sum
 
 
 @gluon.jit
@@ -196,7 +179,6 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
-    CONSUMERS: gl.constexpr = TILE.consumers
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -205,12 +187,9 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     tile = gl.program_id(0)
     n = 0
     it = 0
-    if TILE.turns:
-        if INDEX == CONSUMERS - 1:
-            pass_turn(0)
     while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
-        first, full_first, full_last, last = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
+        blocks = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
         row0 = (work.block * TILE.consumers + INDEX) * 64
         slope_log2 = 0.0
         sink_log2 = 0.0
@@ -234,37 +213,22 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
         row_sum = partial_sums(zeros)
         o = gl.zeros([64, BLOCK_DV], gl.float32, layout=O_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(s,))
-        let_go(k_ring.empty.index(slot), TILE.arrivals)
-        p, rescale, row_max, row_sum = block_softmax(
-            s, row_max, row_sum, row0, (last - 1) * TILE.block_n, slope_log2, work, scalars, True, MODE
+        mbarrier.arrive(k_ring.empty.index(slot), count=1)
+        p, _, row_max, row_sum = block_softmax(
+            s, row_max, row_sum, row0, blocks.last - 1, blocks, slope_log2, work, scalars, True, MODE
         )
         p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
-        if TILE.pinned:
-            rescale = rescale * 0.0 + 1.0
-            mbarrier.wait(k_ring.full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=last - first > 1)
-        if MODE.upper:
-            for t in range(1, last - full_last):
-                o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
-                                                    slope_log2, work, scalars, INDEX, True, MODE, TILE)
-                it += 1
-        for t in range(gl.maximum(last - full_last, 1), last - full_first):
-            o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
-                                                slope_log2, work, scalars, INDEX, False, MODE, TILE)
+        for t in range(1, blocks.last - blocks.first):
+            o, p, row_max, row_sum = block_step(blocks.last - 1 - t, it, q, o, p, row_max, row_sum, k_ring, v_ring,
+                                                row0, blocks, slope_log2, work, scalars, MODE, TILE)
             it += 1
-        if MODE.lower:
-            for t in range(gl.maximum(last - full_first, 1), last - first):
-                o, p, rescale, row_max, row_sum = block_step(t, it, first, last, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0,
-                                                    slope_log2, work, scalars, INDEX, True, MODE, TILE)
-                it += 1
 
         slot = it % STAGES
         mbarrier.wait(v_ring.full.index(slot), (it // STAGES) & 1)
-        if TILE.pinned:
-            o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True), 1)
         o = warpgroup_mma(p, matrix(v_ring.slots.index(slot)), o, is_async=True)
         lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
-        let_go(v_ring.empty.index(slot), TILE.arrivals)
+        mbarrier.arrive(v_ring.empty.index(slot), count=1)
         it += 1
         if TILE.own_out:
             tma.store_wait(0)
@@ -275,9 +239,6 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
             mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
         tile = read_ticket(tickets, n)
         n += 1
-    if TILE.turns:
-        if INDEX == 0:
-            take_turn(0)
     tma.store_wait(0)
 
 
@@ -288,8 +249,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, pointers, sizes, scalars, MOD
     CONSUMERS: gl.constexpr = TILE.consumers
     q_slots = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     q_ring = Ring(q_slots, new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1))
-    k_ring = new_ring(k_desc, TILE.stages, CONSUMERS * TILE.arrivals)
-    v_ring = new_ring(v_desc, TILE.stages, CONSUMERS * TILE.arrivals)
+    k_ring = new_ring(k_desc, TILE.stages, CONSUMERS)
+    v_ring = new_ring(v_desc, TILE.stages, CONSUMERS)
     tickets = new_tickets(CONSUMERS)
     if TILE.own_out:
         o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)

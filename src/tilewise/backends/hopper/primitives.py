@@ -10,9 +10,9 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gluon_core
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.backends.hopper.arguments import Ring, Span, Work
+from tilewise.backends.hopper.arguments import KeyBlocks, Ring, Span, Work
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -36,47 +36,6 @@ def sync_consumers():
 
 
 @gluon.jit
-def take_turn(INDEX: gl.constexpr):
-    """Wait until the consumer before has issued its products (named barriers 8 and 9)."""
-    if INDEX == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 8, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    elif INDEX == 1:
-        gl.inline_asm_elementwise(
-            "bar.sync 9, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 11, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def pass_turn(INDEX: gl.constexpr):
-    if INDEX == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 8, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    elif INDEX == 1:
-        gl.inline_asm_elementwise(
-            "bar.arrive 9, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 11, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def let_go(barrier, ARRIVALS: gl.constexpr):
-    if ARRIVALS == 1:
-        mbarrier.arrive(barrier, count=1)
-    else:
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
-
-
-@gluon.jit
 def reciprocal(x):
     """1 / x to one unit in the last place but one; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -91,10 +50,10 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(desc, STAGES: gl.constexpr, RELEASES: gl.constexpr):
+def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of tiles of ``desc``; a slot is empty again when every consumer has let it go."""
     slots = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
-    return Ring(slots, new_barriers(STAGES, 1), new_barriers(STAGES, RELEASES))
+    return Ring(slots, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
@@ -204,7 +163,10 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
 
 @gluon.jit
 def key_blocks(work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr):
-    """Key blocks [first, last) of a query tile, at least one, of which [full_first, full_last) need no mask."""
+    """Key blocks [first, last) of a query tile, at least one, of which [full_first, full_last) need no mask.
+
+    A ragged end and a causal or right bound make the last blocks partial, a left bound the first.
+    """
     m_begin = work.block * BLOCK_M
     m_end = gl.minimum(m_begin + BLOCK_M, work.q.length)
     begin = 0
@@ -221,7 +183,7 @@ def key_blocks(work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.cons
     last = gl.maximum((gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N, first + 1)
     full_last = gl.minimum(gl.maximum(gl.maximum(full_end, 0) // BLOCK_N, first), last)
     full_first = gl.minimum((full_begin + BLOCK_N - 1) // BLOCK_N, full_last)
-    return first, gl.maximum(full_first, first), full_last, last
+    return KeyBlocks(first, gl.maximum(full_first, first), full_last, last)
 
 
 @gluon.jit

@@ -16,8 +16,8 @@ MAX_HEADDIM_BACKWARD = 128
 
 # (block_d, block_dv) -> tile
 _FORWARD = {
-    # exps and matrix products take the same time: three warpgroups keep both busy; q in registers would spill at 160
-    (64, 64): ForwardTile(128, 64, 64, 2, 3, 160, q_in_registers=False, own_out=True),
+    # instruction issue bounds it (6.5 instructions a score); three warpgroups gain nothing and waste short sequences
+    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, own_out=True),
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster
     (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, own_out=True),
     # the accumulator takes 128 registers, so a score tile may take 32; out leaves through q's memory
