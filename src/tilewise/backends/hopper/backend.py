@@ -73,17 +73,9 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
     if problem.softmax_scale == 0:
         found.append(Reason("softmax_scale", "0 with a gradient", "not 0"))
-    if problem.varlen:
-        found.append(Reason("varlen", "packed with a gradient", "dense"))
+    if problem.varlen and "sink" in problem.needs_grad:
+        found.append(Reason("gradient", "sink of the packed form", "q, k or v"))
     return found
-
-
-def _loadable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where the copy engine cannot walk its strides (multiples of 16 bytes, none 0)."""
-    size = tensor.element_size()
-    steps = [stride * size for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
-    fine = all(step % 16 == 0 and step > 0 for step in steps) and tensor.stride(-1) == 1
-    return tensor if fine and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Hopper:
@@ -111,18 +103,19 @@ class Hopper:
         return tile.block_m, tile.block_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
-        """(out, lse)."""
-        if problem.is_empty or _nothing_seen(problem):
-            return _empty_forward(problem, inputs)
-        q, k, v = (_loadable(t) for t in (inputs.q, inputs.k, inputs.v))
-        if q is not inputs.q or k is not inputs.k or v is not inputs.v:
-            inputs = inputs.replace(q=q, k=k, v=v)
-        key = ("forward", problem, q.stride(), k.stride(), v.stride(), q.device.index)
+        """(out, lse). Strides that the copy engine cannot walk, or an unaligned address, cost a copy."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        key = (problem, q.stride(), k.stride(), v.stride(), q.get_device())
         plan = self._plans.get(key)
         if plan is None:
+            if problem.is_empty or _nothing_seen(problem):
+                return _empty_forward(problem, inputs)
             from tilewise.backends.hopper.plans import ForwardPlan
 
             plan = self._remember(key, ForwardPlan(problem, inputs))
+        if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+            return self.forward(problem, inputs.replace(q=q, k=k, v=v))
         state: State = plan.run(inputs)
         return state
 
@@ -136,19 +129,21 @@ class Hopper:
         dlse: torch.Tensor | None,
     ) -> Gradients:
         """The gradients named in ``problem.needs_grad``."""
-        if problem.is_empty or _nothing_seen(problem):
-            return _empty_backward(problem, inputs, lse, dlse)
-        q, k, v, dout = (_loadable(t) for t in (inputs.q, inputs.k, inputs.v, dout))
+        q, k, v = inputs.q, inputs.k, inputs.v
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
-        inputs = inputs.replace(q=q, k=k, v=v)
         strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
-        key = ("backward", problem, strides, dlse is None, q.device.index)
+        key = (problem, strides, dlse is None, q.get_device())
         plan = self._plans.get(key)
         if plan is None:
+            if problem.is_empty or _nothing_seen(problem):
+                return _empty_backward(problem, inputs, lse, dlse)
             from tilewise.backends.hopper.plans import BackwardPlan
 
             plan = self._remember(key, BackwardPlan(problem, inputs, out, dout, dlse is not None))
+        if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
+            q, k, v, dout = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, dout))
+            return self.backward(problem, inputs.replace(q=q, k=k, v=v), out, lse, dout, dlse)
         grads: Gradients = plan.run(inputs, out, lse, dout, dlse)
         return grads
 

@@ -24,12 +24,14 @@ from tilewise.backends.hopper.arguments import Ring, Shared, Span, Steps, Work
 from tilewise.backends.hopper.primitives import (
     LOG2E,
     capped,
+    count_tiles,
     draw_ticket,
     load,
     matrix,
     new_barriers,
     new_ring,
     new_tickets,
+    packed_sequence,
     publish,
     read_ticket,
     rows_at,
@@ -45,13 +47,19 @@ PART = gl.constexpr(128)  # rows of the fp32 map that hold one part of dq: see f
 @gluon.jit
 def locate_keys(tile, pointers, sizes, MODE: gl.constexpr):
     """Tile number to key tile; ``head`` is the key head. Ascending blocks are the heavy ones first under a causal mask."""
-    head = tile // sizes.blocks
-    block = tile - head * sizes.blocks
-    batch = head // (sizes.nheads // sizes.group)
-    head -= batch * (sizes.nheads // sizes.group)
-    q = Span(batch, sizes.seqlen_q)
-    k = Span(batch, sizes.seqlen_k)
-    return Work(block, head, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
+    nheads_k = sizes.nheads // sizes.group
+    if MODE.varlen:
+        slot = tile // nheads_k
+        batch = gl.load(pointers.table + 2 * slot + 2)
+        block = gl.load(pointers.table + 2 * slot + 3)
+        return packed_sequence(block, tile - slot * nheads_k, batch, pointers, sizes, MODE)
+    else:
+        head = tile // sizes.blocks
+        block = tile - head * sizes.blocks
+        batch = head // nheads_k
+        q = Span(batch, sizes.seqlen_q)
+        k = Span(batch, sizes.seqlen_k)
+        return Work(block, head - batch * nheads_k, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
 
 
 @gluon.jit
@@ -93,10 +101,16 @@ def row_block(steps, t, MODE: gl.constexpr):
 
 
 @gluon.jit
-def statistics_block(work, sizes, g, block):
-    """Number of a block of rows in the fp32 dq, lse and delta, g-th query head of the group."""
+def statistics_block(work, sizes, g, block, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Number of a block of rows in the fp32 dq, lse and delta, g-th query head of the group.
+
+    In the packed form a sequence begins at block start // block_m + its number, which leaves room for its ragged end.
+    """
     head = work.head * sizes.group + g
-    return (work.batch * sizes.nheads + head) * sizes.row_blocks + block
+    if MODE.varlen:
+        return head * sizes.row_blocks + work.q.start // TILE.block_m + work.batch + block
+    else:
+        return (work.batch * sizes.nheads + head) * sizes.row_blocks + block
 
 
 @gluon.jit
@@ -114,10 +128,11 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
     """Fetches k and v of every tile and q and dout of its steps; draws the next tile at the end, so heavy ones go first."""
     STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = TILE.block_m
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < sizes.tiles:
+    while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * KEYS
@@ -125,7 +140,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
             head = work.head * sizes.group + g
             for t in range(0, steps.count):
                 block = row_block(steps, t, MODE)
-                row = statistics_block(work, sizes, g, block) * ROWS
+                row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
                 coord = rows_at(work.q, head, block * ROWS, MODE)
                 slot = it % STAGES
                 load_with_row(shared.q, shared.lse, slot, it // STAGES, q_desc, coord, lse_desc, row)
@@ -135,22 +150,23 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 if g + t == 0:
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1
-        tile = draw_ticket(tickets, pointers.ticket, n, sizes.tiles)
+        tile = draw_ticket(tickets, pointers.ticket, n, tiles)
         n += 1
 
 
 @gluon.jit
 def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
     """Adds each step's dq, one part from each consumer, to fp32 memory."""
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < sizes.tiles:
+    while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
         steps = row_steps(work, MODE, TILE)
         for g in range(0, sizes.group):
             for t in range(0, steps.count):
-                at = statistics_block(work, sizes, g, row_block(steps, t, MODE)) * (2 * PART)
+                at = statistics_block(work, sizes, g, row_block(steps, t, MODE), MODE, TILE) * (2 * PART)
                 for c in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(c), it & 1)
                     tma_reduce_add(dq_desc, [at + c * PART, 0], shared.dq.slots.index(c))
@@ -288,12 +304,13 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     ROWS: gl.constexpr = TILE.block_m
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     # dk leaves through the memory of ds, dv through that of dq: the next tile's loads need not wait for them
-    dk_smem = shared.ds._reinterpret(DTYPE, [4 * ROWS // BLOCK_D, 1, 1, 64, BLOCK_D], dk_desc.layout).index(INDEX)
-    dv_smem = shared.dq.slots._reinterpret(DTYPE, [256 // BLOCK_D, 1, 1, 64, BLOCK_D], dv_desc.layout).index(INDEX)
+    dk_smem = shared.ds._reinterpret(DTYPE, [4 * ROWS // BLOCK_D] + dk_desc.block_type.shape, dk_desc.layout).index(INDEX)
+    dv_smem = shared.dq.slots._reinterpret(DTYPE, [256 // BLOCK_D] + dv_desc.block_type.shape, dv_desc.layout).index(INDEX)
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < sizes.tiles:
+    while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * KEYS + INDEX * 64

@@ -46,7 +46,7 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, 
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    tiles = count_tiles(pointers, sizes, MODE)
+    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
@@ -183,7 +183,7 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     o_smem = o_slots.index(INDEX)
-    tiles = count_tiles(pointers, sizes, MODE)
+    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0

@@ -7,6 +7,7 @@ types and compile-time values, and a ``Launch`` holds everything of a call but t
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -159,3 +160,28 @@ def current_stream(index: int) -> int:
     """Handle of the current stream of a device."""
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Streaming multiprocessors of a device: the most CTAs of these kernels that run at once, one on each."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+_TICKETS: dict[tuple[int, int], torch.Tensor] = {}
+_CAPTURED: list[torch.Tensor] = []  # a captured graph may be replayed at any time
+
+
+def ticket(stream: int, index: int) -> int:
+    """Address of a counter that is 0 and that no other stream uses; every kernel leaves it 0.
+
+    A graph that is being captured gets one of its own, since it may be replayed beside this stream's kernels.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        counter = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", index))
+        _CAPTURED.append(counter)
+        return counter.data_ptr()
+    counter = _TICKETS.get((index, stream))
+    if counter is None:
+        counter = _TICKETS[index, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", index))
+    return counter.data_ptr()

@@ -87,10 +87,10 @@ def rows_at(span, head, row, MODE: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(pointers, sizes, MODE: gl.constexpr):
+def count_tiles(pointers, sizes, nheads, MODE: gl.constexpr):
     """How many tiles there are; the packed form's table begins with the number of its slots."""
     if MODE.varlen:
-        return gl.load(pointers.table) * sizes.nheads
+        return gl.load(pointers.table) * nheads
     else:
         return sizes.tiles
 
@@ -121,33 +121,40 @@ def read_ticket(tickets, n):
 
 
 @gluon.jit
+def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
+    """A tile of one sequence of the packed form; keys that no query sees are cut off its span.
+
+    So what such a key holds never meets a product, as the host sees to in the dense form.
+    """
+    start_q = gl.load(pointers.cu_seqlens_q + batch)
+    start_k = gl.load(pointers.cu_seqlens_k + batch)
+    length_q = gl.load(pointers.cu_seqlens_q + batch + 1) - start_q
+    length_k = gl.load(pointers.cu_seqlens_k + batch + 1) - start_k
+    shift = length_k - length_q
+    upper = shift + sizes.upper
+    lower = shift + sizes.lower
+    if MODE.top_left:
+        upper = gl.minimum(upper, 0)
+    if MODE.upper:
+        length_k = gl.maximum(gl.minimum(length_k, length_q + upper), 0)
+    if MODE.lower:
+        cut = gl.minimum(gl.maximum(lower, 0), length_k)
+        start_k += cut
+        length_k -= cut
+        lower -= cut
+        upper -= cut
+        shift -= cut
+    return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper, shift)
+
+
+@gluon.jit
 def locate(tile, pointers, sizes, MODE: gl.constexpr):
     """Tile number to tile: heads in groups that share L2, in a group the last (under a causal mask longest) block first."""
     if MODE.varlen:
         slot = tile // sizes.nheads
-        head = tile - slot * sizes.nheads
         batch = gl.load(pointers.table + 2 * slot + 2)
         block = gl.load(pointers.table + 2 * slot + 3)
-        start_q = gl.load(pointers.cu_seqlens_q + batch)
-        start_k = gl.load(pointers.cu_seqlens_k + batch)
-        length_q = gl.load(pointers.cu_seqlens_q + batch + 1) - start_q
-        length_k = gl.load(pointers.cu_seqlens_k + batch + 1) - start_k
-        shift = length_k - length_q
-        upper = shift + sizes.upper
-        lower = shift + sizes.lower
-        if MODE.top_left:
-            upper = gl.minimum(upper, 0)
-        # keys that no query sees are cut off, so that what they hold never meets a product
-        if MODE.upper:
-            length_k = gl.maximum(gl.minimum(length_k, length_q + upper), 0)
-        if MODE.lower:
-            cut = gl.minimum(gl.maximum(lower, 0), length_k)
-            start_k += cut
-            length_k -= cut
-            lower -= cut
-            upper -= cut
-            shift -= cut
-        return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper, shift)
+        return packed_sequence(block, tile - slot * sizes.nheads, batch, pointers, sizes, MODE)
     else:
         per_group = sizes.blocks * sizes.heads_in_flight
         first = tile // per_group * sizes.heads_in_flight

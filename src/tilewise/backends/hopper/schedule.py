@@ -8,8 +8,8 @@ import triton.language as tl
 
 
 @triton.jit
-def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """One program for each sequence: its blocks of BLOCK rows, the last first, behind those of the sequences before.
+def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr):
+    """One program for each sequence: its blocks of BLOCK rows behind those of the sequences before.
 
     table: [number of slots, 0, sequence and block of slot 0, of slot 1, ...], int32.
     """
@@ -26,6 +26,6 @@ def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, CHUNK: t
         at = begin + tl.arange(0, CHUNK)
         slot = table_ptr + 2 + 2 * (first + at)
         tl.store(slot, sequence, mask=at < blocks)
-        tl.store(slot + 1, blocks - 1 - at, mask=at < blocks)
+        tl.store(slot + 1, blocks - 1 - at if LAST_FIRST else at, mask=at < blocks)
     if sequence == batch - 1:
         tl.store(table_ptr, first + blocks)
