@@ -9,6 +9,8 @@ from tilewise.dispatch.backend import Backend
 from tilewise.errors import InvalidInput
 
 _MODULES = {
+    "sdpa": "tilewise.backends.sdpa",
+    "cpu": "tilewise.backends.cpu",
     "reference": "tilewise.backends.reference",
 }
 
