@@ -1,7 +1,7 @@
 """What crosses from the host to the kernels, and between the parts of a kernel: named tuples.
 
-Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``gl.constexpr`` is one
-compile-time value, so ``MODE.upper`` costs nothing and a feature that is off leaves no code behind.
+Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``gl.constexpr`` is
+one compile-time value, so ``MODE.upper`` costs nothing and a feature that is off leaves no code behind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pointers(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """Compile-time features: each combination is one specialisation of the same kernel."""
+    """Compile-time features: each combination is one specialisation of a kernel."""
 
     lower: bool = False  # the band has a lower bound (left window)
     upper: bool = False  # the band has an upper bound (causal, right window)
@@ -121,16 +121,23 @@ class KeyBlocks(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """Compile-time sizes of the backward: two consumer warpgroups of 64 keys each, steps of ``block_m`` query rows.
+    """Compile-time sizes of the backward: a tile of ``block_n`` keys walked in steps of ``block_m`` query rows.
 
-    dq of a step falls in two parts of (64, 64), one for each consumer: the two column halves of 64 rows of 128 channels,
-    or the two row halves of 128 rows of 64.
+    dq of a step falls in parts of (64, 64), as many for each of the two consumers: the column halves of 64 rows of 128
+    channels, the row halves of 128 rows of 64, or the column quarters of 64 rows of 256.
     """
 
     block_m: int
+    block_n: int
     block_d: int
-    stages: int
+    stages: int  # of q
+    dout_stages: int
     registers: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of dq in a step."""
+        return self.block_m * self.block_d // 4096
 
 
 class BackwardPointers(NamedTuple):
@@ -178,5 +185,5 @@ class Shared(NamedTuple):
     v: Ring
     lse: Any
     delta: Any
-    ds: Any  # two buffers of (128 keys, block_m rows)
+    ds: Any  # two buffers of (keys, block_m rows)
     dq: Ring

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.hopper.tiles import MAX_HEADDIM, MAX_HEADDIM_BACKWARD, forward_tile, seen_keys
+from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, seen_keys
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import Inputs
@@ -38,11 +38,9 @@ def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
 
 def _shape_reasons(problem: Problem) -> list[Reason]:
     found = []
-    most = MAX_HEADDIM_BACKWARD if problem.derivative == "backward" or problem.needs_grad else MAX_HEADDIM
     for name, dim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
-        if dim > most or dim % 8:
-            what = f"a multiple of 8, at most {most}" + (" with a gradient" if most < MAX_HEADDIM else "")
-            found.append(Reason(name, str(dim), what))
+        if dim > MAX_HEADDIM or dim % 8:
+            found.append(Reason(name, str(dim), f"a multiple of 8, at most {MAX_HEADDIM}"))
     if not problem.inner_contiguous:
         found.append(Reason("strides", "a last stride that is not 1", "contiguous channels", "call .contiguous()"))
     rows = max(problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k)

@@ -4,7 +4,6 @@ Keys are walked from the last visible block to the first, so that a causal tile 
 q k^T of the next block runs under the softmax of this one.
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -99,7 +98,7 @@ def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, sc
         s = s * scalars.scale_log2
     if MODE.alibi:
         s = tilt(s, rows, cols, work, slope_log2)
-    if PARTIAL:
+    if PARTIAL:  # at compile time; which blocks are partial is known at run time
         if block >= blocks.full_last or block < blocks.full_first:
             s = keep_band(s, rows, cols, work, MODE)
     if MODE.raw_scale:

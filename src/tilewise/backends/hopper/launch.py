@@ -1,8 +1,8 @@
 """From a kernel and its arguments to a launch that costs a few microseconds.
 
 Triton's own launcher looks at every argument of every call to find out which specialisation it needs. Here the backend
-knows: no size is specialised on, and alignment is what the tensor maps demand anyway. So a kernel is compiled once for its
-types and compile-time values, and a ``Launch`` holds everything of a call but the addresses.
+knows: no size is specialised on, and alignment is what the tensor maps demand anyway. So a kernel is compiled once for
+its types and compile-time values, and a ``Launch`` holds everything of a call but the addresses.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ def dense_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
     A box past the end of a sequence reads zeros and writes nothing. A stride of a dimension of size 1 is arbitrary, so
     it is replaced by one the hardware takes.
     """
-    batch, seqlen, nheads, dim = tensor.shape
-    strides = tensor.stride()
+    dim = tensor.shape[3]
     order = (0, 2, 1)
     sizes = tuple(tensor.shape[i] for i in order)
-    steps = tuple(strides[i] if tensor.shape[i] > 1 else dim * seqlen * nheads for i in order)
+    steps = tuple(tensor.stride(i) if tensor.shape[i] > 1 else tensor[0].numel() for i in order)
     return Map(Box(tensor.dtype, (1, 1, rows, cols)), (*sizes, dim), (*steps, 1))
 
 
@@ -181,7 +180,7 @@ def ticket(stream: int, index: int) -> int:
         counter = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", index))
         _CAPTURED.append(counter)
         return counter.data_ptr()
-    counter = _TICKETS.get((index, stream))
-    if counter is None:
-        counter = _TICKETS[index, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", index))
-    return counter.data_ptr()
+    known = _TICKETS.get((index, stream))
+    if known is None:
+        known = _TICKETS[index, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", index))
+    return known.data_ptr()

@@ -8,6 +8,7 @@ import torch
 
 from tilewise.backends.hopper import tiles
 from tilewise.backends.hopper.arguments import (
+    OPEN,
     BackwardPointers,
     BackwardSizes,
     BackwardTile,
@@ -18,6 +19,7 @@ from tilewise.backends.hopper.arguments import (
     Sizes,
 )
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import (
     Box,
@@ -36,7 +38,6 @@ from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
 CHUNK = 1024  # sequences that one step of a scan over offsets takes
-KEYS = 128  # keys of a backward tile
 
 
 def _like(dtype: torch.dtype, wanted: bool = True) -> torch.Tensor | None:
@@ -70,8 +71,8 @@ def loadable(*tensors: torch.Tensor) -> bool:
 
 def packed_bounds(problem: Problem) -> tuple[int, int]:
     """The band of the packed form, counted from length_k - length_q of each sequence."""
-    left = tiles.OPEN if problem.window_left is None else min(problem.window_left, tiles.OPEN)
-    right = tiles.OPEN if problem.window_right is None else min(problem.window_right, tiles.OPEN)
+    left = OPEN if problem.window_left is None else min(problem.window_left, OPEN)
+    right = OPEN if problem.window_right is None else min(problem.window_right, OPEN)
     return -left, min(right, 0) if problem.causal == "bottom_right" else right
 
 
@@ -125,7 +126,7 @@ class ForwardPlan:
         self.out_shape = (*rows, problem.nheads, problem.headdim_v)
         self.lse_shape = (*rows[:-1], problem.nheads, rows[-1])
         k, v = inputs.k, inputs.v
-        self.skip = (0, 0)
+        self.skip: tuple[int, ...] = (0, 0)
         if not varlen:
             seen = tiles.seen_keys(problem)
             self.skip = tuple(seen.begin * t.stride(1) * t.element_size() for t in (k, v))
@@ -185,7 +186,7 @@ def backward_sizes(problem: Problem, tile: BackwardTile, slots: int) -> Backward
         blocks = problem.total_q // tile.block_m + problem.batch
         return BackwardSizes(*common, 0, 0, *packed_bounds(problem), 0, slots, slots * problem.nheads_k, blocks)
     seen = tiles.seen_keys(problem)
-    blocks = -(-(seen.end - seen.begin) // KEYS)
+    blocks = -(-(seen.end - seen.begin) // tile.block_n)
     band = (problem.seqlen_q, seen.end - seen.begin, seen.lower, seen.upper, seen.shift)
     row_blocks = -(-problem.seqlen_q // tile.block_m)
     return BackwardSizes(*common, *band, blocks, blocks * problem.batch * problem.nheads_k, row_blocks)
@@ -200,7 +201,7 @@ class BackwardPlan:
             return
         self.problem, varlen = problem, problem.varlen
         self.tile = tile = tiles.backward_tile(problem)
-        self.table = Table(problem, problem.total_k, problem.seqlen_k, KEYS, False) if varlen else None
+        self.table = Table(problem, problem.total_k, problem.seqlen_k, tile.block_n, False) if varlen else None
         self.sizes = backward_sizes(problem, tile, self.table.slots if self.table else 0)
         heads = problem.nheads if varlen else problem.batch * problem.nheads
         self.rows = heads * self.sizes.row_blocks * tile.block_m  # padded rows of the statistics and the fp32 dq
@@ -224,19 +225,20 @@ class BackwardPlan:
         fragments = Map(Box(torch.float32, (128, 32)), (self.rows * tile.block_d // 32, 32), (32, 1))
         self.maps = (
             make(inputs.q, tile.block_m, tile.block_d),
-            make(keys[0], KEYS, tile.block_d),
-            make(keys[1], KEYS, tile.block_d),
+            make(keys[0], tile.block_n, tile.block_d),
+            make(keys[1], tile.block_n, tile.block_d),
             make(dout, tile.block_m, tile.block_d),
             statistics,
             statistics,
-            make(keys[2], 64, tile.block_d),
-            make(keys[3], 64, tile.block_d),
+            make(keys[2], 64, min(tile.block_d, 128)),
+            make(keys[3], 64, min(tile.block_d, 128)),
             fragments,
         )
         packed = (_like(torch.int32, varlen) for _ in range(3))
         pointers = BackwardPointers(_like(torch.int32), _like(torch.float32, problem.alibi), *packed)
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
-        self.main = Launch(backward_kernel, grid, (*self.maps, pointers, self.sizes, scalars, mode, tile, 4))
+        kernel = backward_kernel if tile.block_d <= 128 else backward_wide_kernel
+        self.main = Launch(kernel, grid, (*self.maps, pointers, self.sizes, scalars, mode, tile, 4))
 
     def _around(self, problem: Problem, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:
         """The launches before and after."""
@@ -252,10 +254,10 @@ class BackwardPlan:
         factor = tiles.LOG2E if problem.softcap else -1.0 / problem.softmax_scale
         self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v, factor)
         self.after_tail = (of_dq, *common, problem.headdim, self.scalars.softmax_scale)
-        arguments = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
-        self.before = Launch(before_kernel, self.rows // 16, (*arguments, tile.block_m, tile.block_d, 16, CHUNK))
-        arguments = (fp32, same, cu, *self.after_tail)
-        self.after = Launch(after_kernel, self.rows // 64, (*arguments, tile.block_m, tile.block_d, CHUNK))
+        before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
+        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, CHUNK))
+        after = (fp32, same, cu, *self.after_tail)
+        self.after = Launch(after_kernel, self.rows // 64, (*after, tile.block_m, tile.block_d, CHUNK))
 
     def run(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None

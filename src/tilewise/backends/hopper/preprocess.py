@@ -3,7 +3,6 @@
 Both work on padded rows: every head (packed: every sequence of every head) begins at a block of BLOCK_M rows.
 """
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton
@@ -77,8 +76,8 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
 def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, headdim, softmax_scale,
                  BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
     """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype."""
-    block, part, index, head, start, row0, length = find_rows(tl.program_id(0), BLOCK_M // 64, nheads, seqlen, head_blocks,
-                                                              cu_seqlens_ptr, batch, BLOCK_M, CHUNK)
+    block, part, index, head, start, row0, length = find_rows(tl.program_id(0), BLOCK_M // 64, nheads, seqlen,
+                                                              head_blocks, cu_seqlens_ptr, batch, BLOCK_M, CHUNK)
     first = (block.to(tl.int64) * (BLOCK_M // 64) + part) * (64 * BLOCK_D)
     x = tl.load(acc_ptr + first + tl.arange(0, 64 * BLOCK_D))
     x = tl.reshape(x, [BLOCK_D // 64, 8, 4, 4, 2, 4, 2, 2])  # part, i, warp, row / 2, row % 2, quad, high row, pair

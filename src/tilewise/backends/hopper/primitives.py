@@ -3,7 +3,6 @@
 The few names of Gluon that changed between releases, and the instructions it has no wrapper for, stand here only.
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 from triton._C.libtriton import ir
@@ -78,12 +77,12 @@ def matrix(tile):
 
 
 @gluon.jit
-def rows_at(span, head, row, MODE: gl.constexpr):
+def rows_at(span, head, row, MODE: gl.constexpr, COL: gl.constexpr = 0):
     """TMA coordinates of rows from ``row`` on; what lies outside the span reads as zero and is not written."""
     if MODE.varlen:
-        return RAGGED, span.start + span.length, head, RAGGED - span.length + row, 0
+        return RAGGED, span.start + span.length, head, RAGGED - span.length + row, COL
     else:
-        return span.start, head, row, 0
+        return span.start, head, row, COL
 
 
 @gluon.jit
@@ -149,7 +148,7 @@ def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
 
 @gluon.jit
 def locate(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to tile: heads in groups that share L2, in a group the last (under a causal mask longest) block first."""
+    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first."""
     if MODE.varlen:
         slot = tile // sizes.nheads
         batch = gl.load(pointers.table + 2 * slot + 2)

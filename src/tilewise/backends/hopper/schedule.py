@@ -1,6 +1,5 @@
 """The tile table of the packed form, made on the device so that no length is read by the host."""
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton

@@ -12,7 +12,6 @@ from tilewise.problem import Problem
 LOG2E = math.log2(math.e)
 L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside everything else
 MAX_HEADDIM = 256
-MAX_HEADDIM_BACKWARD = 128
 
 # (block_d, block_dv) -> tile
 _FORWARD = {
@@ -26,8 +25,12 @@ _FORWARD = {
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
 _BACKWARD = {
-    64: BackwardTile(128, 64, 2, 240),
-    128: BackwardTile(64, 128, 2, 240),
+    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64
+    64: BackwardTile(128, 128, 64, 2, 2, 240),
+    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower
+    128: BackwardTile(64, 128, 128, 2, 2, 240),
+    # half the channels for each consumer; shared memory has room for one dout
+    256: BackwardTile(64, 64, 256, 2, 1, 240),
 }
 
 
