@@ -76,7 +76,7 @@ def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr):
     """One block of the online softmax: probabilities against the new maximum, and the factor for what came before."""
     row_max_new = gl.maximum(row_max, gl.max(s, 1))
     shift = row_max_new * scale_log2
-    if MODE.lower or MODE.upper:  # a row that has seen nothing yet has no maximum to subtract
+    if MODE.lower or MODE.upper or MODE.varlen:  # a row that has seen nothing yet has no maximum to subtract
         shift = gl.where(row_max_new == float("-inf"), 0.0, shift)
     rescale = gl.exp2(row_max * scale_log2 - shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))

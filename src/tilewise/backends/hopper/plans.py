@@ -32,7 +32,7 @@ from tilewise.backends.hopper.launch import (
     ticket,
 )
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel
-from tilewise.backends.hopper.schedule import table_kernel
+from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
 from tilewise.dispatch.backend import Gradients, State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
@@ -138,7 +138,12 @@ class ForwardPlan:
             make(v, tile.block_n, tile.block_dv),
             make(_meta(self.out_shape, problem.dtype), 64, tile.block_dv),
         )
-        self.table = Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True) if varlen else None
+        self.table = None
+        if varlen:
+            self.table = Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
+            self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
+            likes = (_like(problem.dtype), _like(torch.float32), _like(torch.int32))
+            self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
         self.sizes = forward_sizes(problem, tile, self.table.slots if self.table else 0)
         pointers = Pointers(
             _like(torch.int32),
@@ -159,10 +164,9 @@ class ForwardPlan:
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
         if self.table is not None:
-            out.zero_()  # tokens beyond the last offset, whose number the host does not know
-            lse.fill_(-torch.inf)
             cu_q, cu_k = _offsets(inputs)
             packed = (cu_q, cu_k, self.table.make(stream, cu_q))
+            self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
         slopes, sink = _contiguous(inputs.alibi_slopes), _contiguous(inputs.sink)
         q_map, k_map, v_map, out_map = self.maps
         skip_k, skip_v = self.skip
