@@ -1,4 +1,4 @@
-"""The Hopper kernels on the device, against fp64: every feature, odd sizes, gradients, repeats, NaN where nobody looks."""
+"""The Hopper kernels on the device against fp64: features, odd sizes, gradients, repeats, NaN where nobody looks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
         options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
     plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
     names = ["q", "k", "v", *(["sink"] if "sink" in tensors else [])]
-    return Arguments(**(plain | options | tensors | {"deterministic": False, "needs_grad": names, "backend": "hopper"})), dout
+    plain |= {"deterministic": False, "needs_grad": names, "backend": "hopper"}
+    return Arguments(**(plain | options | tensors)), dout
 
 
 def _expected(

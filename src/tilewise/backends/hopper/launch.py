@@ -45,15 +45,20 @@ class Box(NamedTuple):
 class Map:
     """A tensor map to be: what Triton's launcher reads of a descriptor, without the checks of its class."""
 
-    __slots__ = ("address", "base", "box", "padding", "shape", "strides")
+    __slots__ = ("address", "box", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False  # read from triton 3.7 on
 
     def __init__(self, box: Box, shape: tuple[int, ...], strides: tuple[int, ...], address: int = 0) -> None:
         self.box, self.shape, self.strides, self.address = box, shape, strides, address
-        self.padding = "zero"
-        self.base = self
+
+    @property
+    def base(self) -> Map:
+        """What the launcher asks for the address."""
+        return self
 
     def data_ptr(self) -> int:
-        """The address, as the launcher asks a tensor for it."""
+        """The address."""
         return self.address
 
     def at(self, address: int) -> Map:
