@@ -55,8 +55,9 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
     sizes = (len(lengths), nheads, seqlen, blocks)
     found_lse, found_delta = torch.full((padded,), torch.nan), torch.full((padded,), torch.nan)
     acc = torch.full((padded * headdim,), torch.nan)
-    before_kernel[(padded // 16,)](out, dout, lse, dlse, found_lse, found_delta, acc, offsets, stride, stride, lse_stride,
-                                   *sizes, headdim, 2.0, block_m, headdim, 16, 4)  # fmt: skip
+    tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
+    strides = (stride, stride, lse_stride)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, 2.0, block_m, headdim, 16, 4)
     assert (acc == 0).all()
     assert not found_lse.isnan().any()
     assert not found_delta.isnan().any()
@@ -77,7 +78,8 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
             expected = (2.0 * lse[at]).masked_fill(lse[at] == -torch.inf, 0.0)
             torch.testing.assert_close(found_lse[first : first + length], expected)
             torch.testing.assert_close(found_delta[first : first + length], delta[at], atol=1e-3, rtol=1e-3)
-            chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim].view(-1, headdim // 64, 8, 4, 4, 2, 4, 2, 2)
+            chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim]
+            chunks = chunks.view(-1, headdim // 64, 8, 4, 4, 2, 4, 2, 2)
             # part, i, warp, row / 2, row % 2, quad, high row, pair -> warp, high row, row; part, i, quad, pair
             plain = chunks.permute(0, 3, 7, 4, 5, 1, 2, 6, 8).reshape(-1, headdim)[:length]
             torch.testing.assert_close(written, plain.half())

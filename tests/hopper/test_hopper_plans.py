@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -31,13 +30,13 @@ class Recorded:
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, tuple[Any, ...]]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[Any, ...]]]:
     monkeypatch.setattr(plans, "Launch", Recorded)
     monkeypatch.setattr(plans, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(plans, "current_stream", lambda index: 0)
     monkeypatch.setattr(plans, "ticket", lambda stream, index: 7)
     Recorded.calls.clear()
-    yield Recorded.calls
+    return Recorded.calls
 
 
 def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[Problem, Inputs]:
