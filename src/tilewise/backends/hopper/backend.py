@@ -103,7 +103,11 @@ class Hopper:
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse). Strides that the copy engine cannot walk, or an unaligned address, cost a copy."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        key = (problem, q.stride(), k.stride(), v.stride(), q.get_device())
+        index = q.get_device()
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self.forward(problem, inputs)
+        key = (problem, q.stride(), k.stride(), v.stride(), index)
         plan = self._plans.get(key)
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
@@ -128,10 +132,14 @@ class Hopper:
     ) -> Gradients:
         """The gradients named in ``problem.needs_grad``."""
         q, k, v = inputs.q, inputs.k, inputs.v
+        index = q.get_device()
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self.backward(problem, inputs, out, lse, dout, dlse)
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
         strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
-        key = (problem, strides, dlse is None, q.get_device())
+        key = (problem, strides, dlse is None, index)
         plan = self._plans.get(key)
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
@@ -150,6 +158,11 @@ class Hopper:
             self._plans.clear()
         self._plans[key] = plan
         return plan
+
+
+def _elsewhere(index: int) -> bool:
+    """Whether a device other than the current one holds the tensors; kernels are launched on the current one."""
+    return index >= 0 and index != torch.cuda.current_device()
 
 
 def _nothing_seen(problem: Problem) -> bool:
