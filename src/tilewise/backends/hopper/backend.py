@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, seen_keys
+from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, rate, seen_keys
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import Inputs
+from tilewise.masks import band, kept_pairs
 from tilewise.problem import DTYPE_NAMES, Problem
 
 TRITON = (3, 6)
 PLANS = 4096
-FLOPS = 6.0e14  # a fair share of what the tiles reach, FLOP/s
 OVERHEAD = 1.0e-5  # seconds
 
 
@@ -90,10 +90,12 @@ class Hopper:
         return (*_machine_reasons(problem, facts), *_shape_reasons(problem), *_feature_reasons(problem))
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float:
-        """Seconds of the forward, the band left out."""
-        rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
-        pairs = rows * problem.nheads * problem.seqlen_k
-        return 2.0 * pairs * (problem.headdim + problem.headdim_v) / FLOPS + OVERHEAD
+        """Seconds at the rates of ``tiles.RATES``; the packed form's lengths are upper bounds."""
+        pairs = kept_pairs(band(problem), problem.seqlen_q, problem.seqlen_k) * problem.batch * problem.nheads
+        flops = 2.0 * pairs * (problem.headdim + problem.headdim_v)
+        if problem.derivative == "backward":
+            return OVERHEAD + 2.5 * flops / rate(problem)
+        return OVERHEAD + flops / rate(problem)
 
     def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
         """Query rows and keys of a forward tile."""

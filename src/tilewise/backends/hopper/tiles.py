@@ -34,6 +34,25 @@ _BACKWARD = {
 }
 
 
+# (pass, channels of a tile) -> FLOP/s, low in what was measured on an H200 at 4096 and 16384
+RATES = {
+    ("forward", 64): 4.0e14,
+    ("forward", 128): 6.0e14,
+    ("forward", 256): 6.5e14,
+    ("backward", 64): 4.2e14,
+    ("backward", 128): 5.0e14,
+    ("backward", 256): 3.5e14,  # not measured yet: the model of shared memory traffic says 3.8e14
+}
+
+
+def rate(problem: Problem) -> float:
+    """FLOP/s of a pass, for choosing among backends."""
+    return RATES[
+        "backward" if problem.derivative == "backward" else "forward",
+        block_of(max(problem.headdim, problem.headdim_v)),
+    ]
+
+
 def block_of(dim: int) -> int:
     """The power of two, at least 64, that a head dimension is padded to inside a tile."""
     return max(64, 1 << (dim - 1).bit_length())
