@@ -30,3 +30,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 2 queries by 3 keys in the cpu room, so that small problems cross many of them."""
+    from tilewise.backends.cpu.tiles import Tiling
+
+    monkeypatch.setattr(Tiling, "of", staticmethod(lambda problem: Tiling(2, 3, 2)))

@@ -19,8 +19,9 @@ from tilewise.backends.cpu.tiles import Tile, Tiling, Visibility
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
-# exp(32) * 1e15 * a million keys stays below fp32's largest number, exp(-32) * 1e-15 above its smallest normal one
-_SCORE_BOUND, _VALUE_BOUND = 32.0, 1e15
+# exp(32) * 1e15 * a million keys stays below fp32's largest number; exp(-32) times values whose norm is 1e-9, of which
+# the largest of a billion is 1e-14 or more, loses nothing of their digits to denormal numbers
+_SCORE_BOUND, _VALUE_BOUNDS = 32.0, (1e-9, 1e15)
 # an lse beyond this has lost more than four bits of its fraction, and P recomputed from it needs normalising
 _PRECISE_LSE = 64.0
 _LOG2E = math.log2(math.e)
@@ -62,8 +63,8 @@ class Chunk:
         self.fold = ones and not self.problem.softcap
         self.q = self.row_side(self.inputs.q)
         self.seen: torch.Tensor | None = None
-        k = load_keys(self.inputs.k, span, self.dtype, scale=self.scale, ones=ones)
-        v = load_keys(self.inputs.v, span, self.dtype, ones=ones)
+        k = load_keys(self.inputs.k, span, scratch, "k", scale=self.scale, ones=ones)
+        v = load_keys(self.inputs.v, span, scratch, "v", ones=ones)
         dim, dim_v = self.problem.headdim, self.problem.headdim_v
         self.k, self.v = Strips(k[..., :dim], 1), Strips(v[..., :dim_v], 1)
         self.k_columns, self.v_columns = Strips(k.mT, 2), Strips(v.mT, 2)
@@ -80,12 +81,12 @@ class Chunk:
             return False
         if inputs.sink is not None and not float(inputs.sink.amin()) > -_SCORE_BOUND:
             return False
-        largest = max(abs(float(end)) for end in torch.aminmax(self.v.whole))
+        size = float(torch.linalg.vector_norm(self.v.whole))
         norms = [torch.linalg.vector_norm(t, dim=-1, dtype=self.dtype) for t in (self.q.whole, self.k.whole)]
         bound = float(norms[0].amax()) * float(norms[1].amax())
         if problem.softcap and bound < math.inf:
             bound = min(bound, 1.0) * problem.softcap
-        return bound < _SCORE_BOUND and (largest == 0.0 or 1 / _VALUE_BOUND < largest < _VALUE_BOUND)
+        return bound < _SCORE_BOUND and _VALUE_BOUNDS[0] < size < _VALUE_BOUNDS[1]
 
     # --- operands
 
@@ -101,9 +102,9 @@ class Chunk:
         """(batch, nheads) as (units, rows, 1)."""
         return self.row_scalars(tensor[..., None].expand(*tensor.shape, queries.stop)).load(queries, self.dtype)
 
-    def key_side(self, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def key_side(self, tensor: torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
         """A copy (units, seqlen_k, dim) of a tensor like k or v, times ``scale``, 0 where no query sees the key."""
-        return self.visible(load_keys(tensor, self.span, self.dtype, scale=scale))
+        return self.visible(load_keys(tensor, self.span, self.scratch, name, scale=scale))
 
     def visible(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys that no query sees become 0, in place, so that what they hold (NaN, Inf) never enters a product."""
@@ -192,8 +193,10 @@ class Chunk:
 
     def clear(self, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Hidden entries of a finite matrix become 0, in place."""
-        if tile.keep is not None:
-            self.five(matrix, tile).mul_(tile.keep if tile.factor is None else tile.factor)
+        if tile.factor is not None:
+            self.five(matrix, tile)[..., tile.hidden_from :].mul_(tile.factor)
+        elif tile.keep is not None:
+            self.five(matrix, tile).mul_(tile.keep)
         return matrix
 
     def dropped(self, matrix: torch.Tensor, tile: Tile, into: str | None = None) -> torch.Tensor:

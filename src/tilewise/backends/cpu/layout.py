@@ -51,16 +51,40 @@ def row_scalars(tensor: torch.Tensor, span: Span, group: int) -> RowSide:
     return RowSide(tensor.transpose(1, 2)[..., None], span, group)
 
 
+class Scratch:
+    """Memory taken once and handed out by name in the shape asked for: fresh pages cost more than a pass over them."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._flat: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Uninitialised memory; what was taken under the same name before is overwritten."""
+        view = self._views.get((name, shape))
+        return self._new(name, shape) if view is None else view
+
+    def _new(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size:
+            flat = self._flat[name] = self._like.new_empty(size, dtype=self._dtype)
+            self._views.clear()
+        view = self._views[name, shape] = flat[:size].view(shape)
+        return view
+
+
 def load_keys(
-    tensor: torch.Tensor, span: Span, dtype: torch.dtype, *, scale: float = 1.0, ones: bool = False
+    tensor: torch.Tensor, span: Span, into: Scratch, name: str, *, scale: float = 1.0, ones: bool = False
 ) -> torch.Tensor:
     """A copy (units, seqlen_k, dim) of a span's part of a (batch, seqlen_k, nheads_k, dim) tensor, times ``scale``.
 
-    With ``ones`` it has a last column of ones, against which a column of the rows adds a number to every product.
+    With ``ones`` it has a last column of ones, against which a column of the rows adds a number to every product. It
+    lies in the scratch ``name``.
     """
     part = tensor[span.batch, :, span.heads].transpose(1, 2)
     *outer, dim = part.shape
-    result = torch.empty(*outer, dim + ones, dtype=dtype, device=tensor.device)
+    result = into.take(name, (*outer, dim + ones))
     body = result[..., :dim] if ones else result
     body.copy_(part)
     if scale != 1.0:
@@ -86,29 +110,6 @@ def pairs(tensor: torch.Tensor, group: int, span: Span, queries: slice, keys: sl
         if five.shape[dim] > 1:
             five = five.narrow(dim, part.start, part.stop - part.start)
     return five
-
-
-class Scratch:
-    """Tile-sized memory, taken once and handed out under a name in the shape asked for."""
-
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
-        self._flat: dict[str, torch.Tensor] = {}
-        self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Uninitialised memory; what was taken under the same name before is overwritten."""
-        view = self._views.get((name, shape))
-        return self._new(name, shape) if view is None else view
-
-    def _new(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        size = math.prod(shape)
-        flat = self._flat.get(name)
-        if flat is None or flat.numel() < size:
-            flat = self._flat[name] = self._like.new_empty(size, dtype=self._dtype)
-            self._views.clear()
-        view = self._views[name, shape] = flat[:size].view(shape)
-        return view
 
 
 class Strips:

@@ -46,8 +46,8 @@ class Tangents:
     def __init__(self, chunk: Chunk, tangents: Gradients) -> None:
         self.chunk, self.named = chunk, tangents
         self.q = chunk.row_side(tangents["q"]) if "q" in tangents else None
-        self.k = chunk.key_side(tangents["k"], chunk.scale) if "k" in tangents else None
-        self.v = chunk.key_side(tangents["v"]) if "v" in tangents else None
+        self.k = chunk.key_side(tangents["k"], "k_tangent", chunk.scale) if "k" in tangents else None
+        self.v = chunk.key_side(tangents["v"], "v_tangent") if "v" in tangents else None
 
     def query_rows(self, block: Rows) -> torch.Tensor | None:
         """q's tangent."""

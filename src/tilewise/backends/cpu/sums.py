@@ -32,8 +32,8 @@ class GradientSums:
     def start(self, chunk: Chunk) -> None:
         """Fresh sums for the keys and values of a span."""
         for name in {"k", "v"} & self._totals.keys():
-            like = (chunk.k if name == "k" else chunk.v).whole
-            self._keys[name] = Strips(torch.zeros(like.shape, dtype=like.dtype, device=like.device), 1)
+            shape = (chunk.k if name == "k" else chunk.v).whole.shape
+            self._keys[name] = Strips(chunk.scratch.take(f"d{name}", shape).zero_(), 1)
 
     def finish(self, chunk: Chunk) -> None:
         """Store the sums of a span."""

@@ -29,13 +29,15 @@ _LEAST_COLUMNS = 512
 class Tile(NamedTuple):
     """``keep`` is True where the pair takes part, broadcastable to (batch, heads, queries, group, keys); None: all.
 
-    ``factor`` is ``keep`` as 0 and 1 in the state dtype where it is at hand (products with booleans are slow).
+    ``factor`` is ``keep`` from column ``hidden_from`` on as 0 and 1 in the state dtype, where it is at hand: products
+    with booleans are slow, and the columns before hide nothing.
     """
 
     queries: slice
     keys: slice
     keep: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    hidden_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,15 @@ class Tiling:
         for start in range(0, problem.seqlen_q, self.block_q):
             yield slice(start, min(start + self.block_q, problem.seqlen_q))
 
+    def key_blocks(self, first: int, last: int) -> Iterator[slice]:
+        """Keys first to last, ``block_k`` at a time; a short rest joins the block before it."""
+        while first < last:
+            stop = first + self.block_k
+            if last - stop <= self.block_k // 2:
+                stop = last
+            yield slice(first, stop)
+            first = stop
+
 
 class Visibility:
     """Answers, for one call, which tiles a block of queries visits."""
@@ -83,7 +94,7 @@ class Visibility:
         self.band = masks.band(problem)
         self.may_wait = problem.device_type == "cpu"  # reading a tile's mask elsewhere would wait for the device
         self.by_pair = inputs.mask is not None or inputs.segments_q is not None
-        self._bands: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._bands: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def tiles(self, span: Span, queries: slice) -> Iterator[Tile]:
         """Tiles with at least one visible pair, keys ascending."""
@@ -93,10 +104,10 @@ class Visibility:
         first, last = masks.key_range(self.band, queries.start, queries.stop, self.problem.seqlen_k)
         full_first = first if lower is None else queries.stop - 1 + lower  # the keys that every query sees
         full_last = last if upper is None else queries.start + upper + 1
-        for start in range(first, last, self.tiling.block_k):
-            keys = slice(start, min(start + self.tiling.block_k, last))
-            full = full_first <= start and keys.stop <= full_last
-            banded = () if full else self._band_tile(queries, keys)
+        for keys in self.tiling.key_blocks(first, last):
+            full = full_first <= keys.start and keys.stop <= full_last
+            hidden_from = max(full_last - keys.start, 0) if full_first <= keys.start else 0
+            banded = () if full else self._band_tile(queries, keys, hidden_from)
             if not self.by_pair:
                 yield Tile(queries, keys, *banded)
                 continue
@@ -113,14 +124,14 @@ class Visibility:
                 part |= True if tile.keep is None else tile.keep.any(2).any(2)
         return result
 
-    def _band_tile(self, queries: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The band's keep and factor, remembered: they depend on the tile's distance to the diagonal only."""
+    def _band_tile(self, queries: slice, keys: slice, hidden_from: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A tile's keep, factor and hidden_from, remembered: its distance to the diagonal decides them."""
         place = (keys.start - queries.start, queries.stop - queries.start, keys.stop - keys.start)
         if place not in self._bands:
             device = self.inputs.q.device
             keep = masks.band_tile(self.band, queries.start, queries.stop, keys.start, keys.stop, device)
             keep = keep[None, None, :, None]
-            self._bands[place] = keep, keep.to(self.problem.state_dtype)
+            self._bands[place] = keep, keep[..., hidden_from:].to(self.problem.state_dtype), hidden_from
         return self._bands[place]
 
     def _pair_tile(
