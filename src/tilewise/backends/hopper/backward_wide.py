@@ -34,6 +34,14 @@ HALF = gl.constexpr(128)
 
 
 @gluon.jit
+def start_part(ds, k, COL: gl.constexpr):
+    """Issue 64 columns of dq = ds k."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(COL, 64, 1), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.constexpr, MASKED: gl.constexpr,
          MODE: gl.constexpr, TILE: gl.constexpr):
     """One block of 64 query rows against the tile's 64 keys."""
@@ -82,14 +90,6 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     dq = warpgroup_mma_wait(0, deps=(dq,))
     hand_over_dq(dq, shared, 2 * i + 1, INDEX)
     return dk, dv
-
-
-@gluon.jit
-def start_part(ds, k, COL: gl.constexpr):
-    """Issue 64 columns of dq = ds k."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
-    return warpgroup_mma(ds.permute((1, 0)), k.slice(COL, 64, 1), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ its types and compile-time values, and a ``Launch`` holds everything of a call b
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.runtime.jit import JITFunction
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -130,8 +132,29 @@ def source(kernel: Any, arguments: tuple[Any, ...]) -> ASTSource:
     return make(kernel, types, constants)
 
 
+@functools.cache
+def _settle(module: str) -> None:
+    """Ask the functions of a module for their keys, in one order: those they call first.
+
+    Triton's key of a function depends on whether the functions it calls were asked before, so that without this a
+    process would not find in the disk cache what another has compiled.
+    """
+    functions = [value for value in vars(sys.modules[module]).values() if isinstance(value, JITFunction)]
+    for function in functions:
+        if function.fn.__module__ != module:
+            _settle(function.fn.__module__)
+    for function in functions:
+        hash(function.cache_key)
+
+
+def settle(kernel: Any) -> None:
+    """Give a kernel the same key in every process."""
+    _settle(kernel.fn.__module__)
+
+
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], num_warps: int = 4) -> CompiledKernel:
     """The kernel for sm_90a, from Triton's disk cache when it has been compiled before."""
+    settle(kernel)
     options = make_backend(TARGET).parse_options({"num_warps": num_warps})
     compiled: CompiledKernel = triton.compile(source(kernel, arguments), TARGET, options.__dict__)
     return compiled
