@@ -109,6 +109,7 @@ def test_case_13_no_keys_at_all(backend: str, causal: bool) -> None:
         ((2, 0, 2, 8), (2, 4, 2, 8)),
         ((2, 3, 0, 8), (2, 4, 0, 8)),
         ((0, 0, 0, 8), (0, 0, 0, 8)),
+        ((2, 3, 0, 8), (2, 4, 1, 8)),
     ],
 )
 def test_case_13_neighbours_every_empty_size(backend: str, q_shape: tuple, k_shape: tuple) -> None:

@@ -41,7 +41,7 @@ def test_each_feature_in_each_dtype_is_exact_forward_and_backward(
     feature: str, dtype: torch.dtype, backend: str
 ) -> None:
     features = () if feature == "plain" else (feature,)
-    for shape in SHAPES[:4]:
+    for shape in SHAPES[:3]:
         sample = make(Spec(dtype=dtype, features=features, requires_grad=("q", "k", "v"), **shape), seed=1)
         hold(sample, backend)
 
@@ -52,18 +52,17 @@ def test_each_feature_in_each_layout_is_exact_without_a_copy_by_the_caller(
     feature: str, layout: str, backend: str
 ) -> None:
     features = () if feature == "plain" else (feature,)
-    for shape in (SHAPES[0], SHAPES[3]):
-        sample = make(Spec(layout=layout, features=features, requires_grad=("q", "k", "v"), **shape), seed=2)
-        hold(sample, backend, through_lse=False)
+    shape = SHAPES[(0, 3, 5)[(len(feature) + len(layout)) % 3]]
+    sample = make(Spec(layout=layout, features=features, requires_grad=("q", "k", "v"), **shape), seed=2)
+    hold(sample, backend, through_lse=False)
 
 
 @pytest.mark.parametrize("features", [*PAIRS, *TRIPLES], ids=name_of)
 def test_features_together_are_exact_with_every_gradient(features: tuple[str, ...], backend: str) -> None:
-    number = sum(map(len, features))
-    for index in (number, number + 1):
-        shape = SHAPES[index % len(SHAPES)]
-        spec = Spec(dtype=DTYPES[index % 4], layout=LAYOUTS[index % 3], features=features, requires_grad="all", **shape)
-        hold(make(spec, seed=index), backend, through_lse=bool(index % 2))
+    index = sum(map(len, features))
+    shape = SHAPES[index % len(SHAPES)]
+    spec = Spec(dtype=DTYPES[index % 4], layout=LAYOUTS[index % 3], features=features, requires_grad="all", **shape)
+    hold(make(spec, seed=index), backend, through_lse=bool(index % 2))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])

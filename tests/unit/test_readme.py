@@ -86,3 +86,20 @@ def test_logs_lose_what_is_not_theirs():
         "TOTAL  1 2 3 95.0%",
         "12 passed, 1 skipped in 3.00s",
     ]
+
+
+def test_recorded_rows_become_a_table():
+    facts = {"device": "a CPU", "threads": 2, "torch": "2.13.0", "date": "2026-01-01"}
+    shared = {"case": "fp32 (1, 8, 1, 4)", "pass": "forward", **facts}
+    rows = [
+        {"figure": "time", "contender": "torch-sdpa", "ms": 1.0, "ratio_to_torch": 1.0, **shared},
+        {"figure": "time", "contender": "tilewise-cpu", "ms": 2.0, "ratio_to_torch": 0.5, **shared},
+        {"figure": "host", "contender": "tilewise-auto", "us": 20.4, "us_over_torch": 12.3, **shared},
+        {"figure": "memory", "contender": "tilewise-cpu", "extra_mib": 10.0, "returned_mib": 32.0, **shared},
+    ]
+    text = readme.speed(rows)
+    assert "| fp32 (1, 8, 1, 4) | forward | `cpu` | 2 | 0.50 |" in text
+    assert "torch-sdpa" not in text
+    assert "20 us, +12 us over torch's" in text
+    assert "`cpu`: 10 MiB above the 32 MiB that it returns" in text
+    assert "a CPU, 2 threads, torch 2.13.0, 2026-01-01" in text
