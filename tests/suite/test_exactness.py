@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.rooms import hold
+from tilewise import attention
 from tilewise.testing import FEATURES, LAYOUTS, Spec, compatible, make
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,6 +74,24 @@ def test_keys_that_no_query_sees_may_hold_anything(features: tuple[str, ...], po
     for shape in SHAPES[:2]:
         sample = make(Spec(features=features, requires_grad=("q", "k", "v"), **shape), seed=3)
         hold(sample, backend, poison_value=poison)
+
+
+@pytest.mark.parametrize("scale", [0.25, 30.0])
+def test_a_nan_that_comes_back_through_a_row_that_sees_nothing_goes_no_further(backend: str, scale: float) -> None:
+    q, k, v = (torch.randn(2, 9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.rand(9, 9) > 0.3
+    mask[3] = False
+    out = attention(q, k, v, mask=mask, softmax_scale=scale, backend=backend)
+    dout = torch.randn_like(out)
+    dout[:, 3] = 0.0
+    expected = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    dout[:, 3] = float("nan")
+    for actual, other in zip(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), expected, strict=True):
+        assert torch.equal(actual, other)
+    if backend != "sdpa":
+        (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+        for second in torch.autograd.grad(dq.square().sum(), (q, k, v)):
+            assert bool(second.isfinite().all())
 
 
 LONG = (

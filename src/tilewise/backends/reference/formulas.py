@@ -140,7 +140,7 @@ def backward(
 ) -> Gradients:
     """dv = P^T dout, dp = dout v^T, ds = P (dp - delta), delta = rowsum(dout * out) - dlse."""
     m = matrices(problem, inputs)
-    dout = heads_second(dout, problem, problem.nheads)
+    dout = of_rows_that_see(m, heads_second(dout, problem, problem.nheads))
     delta = row_delta(heads_second(out, problem, problem.nheads), dout, dlse)
     ds = m.p * (dropped(dout @ m.v.mT, m.drop) - delta[..., None])
     grads = score_gradients(m, problem, inputs, ds)
@@ -148,6 +148,11 @@ def backward(
     if m.p_sink is not None:
         grads["sink"] = -(m.p_sink * delta).sum(-1)
     return to_layout(grads, problem, inputs)
+
+
+def of_rows_that_see(m: Matrices, dout: torch.Tensor) -> torch.Tensor:
+    """dout, 0 where a row sees nothing: its out is constant, whatever came back through it."""
+    return dout.masked_fill(m.lse[..., None] == -torch.inf, 0.0)
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

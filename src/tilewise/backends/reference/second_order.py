@@ -28,6 +28,7 @@ from tilewise.backends.reference.formulas import (
     heads_second,
     keep_pairs,
     matrices,
+    of_rows_that_see,
     to_layout,
     visible,
 )
@@ -80,7 +81,7 @@ def second(problem: Problem, inputs: Inputs, tangents: Gradients, dout: torch.Te
     """Gradient of <dout, out_tangent> + <dlse, lse_tangent> by the primals in ``problem.needs_grad``."""
     m = matrices(problem, inputs)
     t = _Tangents(m, problem, inputs, tangents)
-    dout = heads_second(dout, problem, problem.nheads)
+    dout = of_rows_that_see(m, heads_second(dout, problem, problem.nheads))
     a, b = dropped(dout @ m.v.mT, m.drop), dropped(dout @ t.v.mT, m.drop)
     g = (dlse - (m.p * a).sum(-1))[..., None]
     w = t.s * (a + g) + b - a * t.lse[..., None]
