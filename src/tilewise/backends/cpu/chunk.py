@@ -34,17 +34,24 @@ def exponential(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Rows:
-    """One block of query rows.
-
-    Once ``lse`` is known (0 where it is -inf), the last column of ``q`` holds -lse against a column of ones, so that
-    the product gives s - lse; ``q_plain`` is without it. ``normaliser`` (None: 1) multiplies P where lse alone is too
-    coarse.
-    """
+    """One block of query rows, the forward pass's."""
 
     queries: slice
     q: torch.Tensor
+
+
+@dataclass(slots=True)
+class KnownRows(Rows):
+    """One block of query rows whose lse is known, for the passes that recompute P.
+
+    ``lse`` is 0 where it is -inf, the rows that are ``empty``. The last column of ``q`` holds -lse against a column of
+    ones, so that the product gives s - lse; ``q_plain`` is without it. ``normaliser`` (None: 1) multiplies P where lse
+    alone is too coarse.
+    """
+
     q_plain: torch.Tensor
-    lse: torch.Tensor | None = None
+    lse: torch.Tensor
+    empty: torch.Tensor
     normaliser: torch.Tensor | None = None
 
 
@@ -123,10 +130,9 @@ class Chunk:
 
     def rows(self, queries: slice) -> Rows:
         """A block of query rows for the forward pass, lse unknown."""
-        q = self.q.load(queries, self.dtype)
-        return Rows(queries, q, q)
+        return Rows(queries, self.q.load(queries, self.dtype))
 
-    def rows_with_lse(self, queries: slice, lse: RowSide) -> Rows:
+    def rows_with_lse(self, queries: slice, lse: RowSide) -> KnownRows:
         """A block of query rows for the passes that recompute P from lse."""
         q, values = self.q.load(queries, self.dtype, extra=1), lse.load(queries, self.dtype)
         empty = values == -math.inf
@@ -134,12 +140,12 @@ class Chunk:
         if not self.bounded:  # rows that see nothing, padding perhaps, must not bring a NaN into dk and dv
             q.masked_fill_(empty, 0.0)
         q[..., -1:] = -values if self.fold else 0.0
-        block = Rows(queries, q, q[..., :-1], values)
+        block = KnownRows(queries, q, q[..., :-1], values, empty)
         if not self.bounded and bool((values.abs() > _PRECISE_LSE).any()):
             block.normaliser = self._normaliser(block)
         return block
 
-    def _normaliser(self, block: Rows) -> torch.Tensor:
+    def _normaliser(self, block: KnownRows) -> torch.Tensor:
         """1 / sum_j exp(s_j - lse), the sink's part included: 1 but for the rounding of a large lse."""
         total = self.sink_probability(block)
         if total is None:
@@ -158,7 +164,7 @@ class Chunk:
         if self.problem.softcap:
             tanh = torch.tanh(s, out=self.tanh(s))
             torch.mul(tanh, self.problem.softcap, out=s)
-            if block.lse is not None:
+            if isinstance(block, KnownRows):
                 s -= block.lse
         if self.inputs.bias is not None:
             self.five(s, tile).add_(self.pair_view(self.inputs.bias, tile))
@@ -208,7 +214,7 @@ class Chunk:
         result = matrix if into is None else self.scratch.take(into, matrix.shape)
         return torch.mul(matrix, keep.view(matrix.shape), out=result).mul_(rng.keep_scale(problem.dropout_p))
 
-    def probabilities(self, block: Rows, tile: Tile) -> torch.Tensor:
+    def probabilities(self, block: KnownRows, tile: Tile) -> torch.Tensor:
         """P of a tile from lse, before dropout, in scratch memory; exactly 0 where the pair is hidden."""
         s = self.scores(block, tile)
         if self.bounded:
@@ -216,9 +222,9 @@ class Chunk:
         p = exponential(self.exclude(s, tile))
         return p if block.normaliser is None else p.mul_(block.normaliser)
 
-    def sink_probability(self, block: Rows) -> torch.Tensor | None:
+    def sink_probability(self, block: KnownRows) -> torch.Tensor | None:
         """The sink's share of each row, (units, rows, 1); None without a sink."""
-        if self.inputs.sink is None or block.lse is None:
+        if self.inputs.sink is None:
             return None
         p = torch.exp(self.per_head(self.inputs.sink, block.queries) - block.lse)
         return p if block.normaliser is None else p * block.normaliser

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tilewise.backends.cpu.chunk import Chunk, Rows, chunks, exponential
+from tilewise.backends.cpu.chunk import Chunk, KnownRows, Rows, chunks, exponential
 from tilewise.backends.cpu.sums import GradientSums
 from tilewise.dispatch.backend import Gradients, State
 from tilewise.inputs import Inputs
@@ -74,18 +74,20 @@ def backward(
         dlse_rows = None if dlse is None else chunk.row_scalars(dlse)
         sums.start(chunk)
         for queries in chunk.query_blocks():
-            dout_block = dout_rows.load(queries, chunk.dtype, extra=1)
+            block = chunk.rows_with_lse(queries, lse_rows)
             # a row that sees nothing is constant, whatever came back through it
-            dout_block.masked_fill_(lse_rows.load(queries, chunk.dtype) == -math.inf, 0.0)
+            dout_block = dout_rows.load(queries, chunk.dtype, extra=1).masked_fill_(block.empty, 0.0)
             delta = (out_rows.load(queries, chunk.dtype) * dout_block[..., :-1]).sum(-1, keepdim=True)
             if dlse_rows is not None:
                 delta -= dlse_rows.load(queries, chunk.dtype)
-            _backward_block(chunk, chunk.rows_with_lse(queries, lse_rows), sums, dout_block, delta)
+            _backward_block(chunk, block, sums, dout_block, delta)
         sums.finish(chunk)
     return sums.result()
 
 
-def _backward_block(chunk: Chunk, block: Rows, sums: GradientSums, dout: torch.Tensor, delta: torch.Tensor) -> None:
+def _backward_block(
+    chunk: Chunk, block: KnownRows, sums: GradientSums, dout: torch.Tensor, delta: torch.Tensor
+) -> None:
     """Add what one block of rows gives; ``dout`` has a last column to carry -delta against V's column of ones."""
     fold = not chunk.problem.dropout_p
     dout[..., -1:] = -delta if fold else 0.0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.cpu.chunk import Chunk, Rows, chunks
+from tilewise.backends.cpu.chunk import Chunk, KnownRows, chunks
 from tilewise.backends.cpu.sums import GradientSums
 from tilewise.backends.cpu.tiles import Tile
 from tilewise.dispatch.backend import Gradients, State
@@ -49,17 +49,17 @@ class Tangents:
         self.k = chunk.key_side(tangents["k"], "k_tangent", chunk.scale) if "k" in tangents else None
         self.v = chunk.key_side(tangents["v"], "v_tangent") if "v" in tangents else None
 
-    def query_rows(self, block: Rows) -> torch.Tensor | None:
+    def query_rows(self, block: KnownRows) -> torch.Tensor | None:
         """q's tangent."""
         return None if self.q is None else self.q.load(block.queries, self.chunk.dtype)
 
-    def sink_rows(self, block: Rows) -> torch.Tensor:
+    def sink_rows(self, block: KnownRows) -> torch.Tensor:
         """The sink's tangent, (units, rows, 1)."""
         if "sink" not in self.named:
             return block.q.new_zeros(*block.q.shape[:2], 1)
         return self.chunk.per_head(self.named["sink"], block.queries)
 
-    def tile(self, block: Rows, q_tangent: torch.Tensor | None, tile: Tile) -> TileTangents:
+    def tile(self, block: KnownRows, q_tangent: torch.Tensor | None, tile: Tile) -> TileTangents:
         """The tangents of one tile, recomputed."""
         chunk = self.chunk
         p = chunk.probabilities(block, tile)
@@ -78,7 +78,7 @@ class Tangents:
             chunk.five(s, tile).masked_fill_(~tile.keep, 0.0)
         return TileTangents(p, z, s, slope)
 
-    def lse_rows(self, block: Rows, mean: torch.Tensor) -> torch.Tensor:
+    def lse_rows(self, block: KnownRows, mean: torch.Tensor) -> torch.Tensor:
         """lse's tangent from E[T]."""
         p_sink = self.chunk.sink_probability(block)
         return mean if p_sink is None else mean + p_sink * self.sink_rows(block)
@@ -98,7 +98,7 @@ def jvp(problem: Problem, inputs: Inputs, lse: torch.Tensor, tangents: Gradients
     return out_tangent, lse_tangent
 
 
-def _jvp_block(chunk: Chunk, block: Rows, tangents: Tangents) -> State:
+def _jvp_block(chunk: Chunk, block: KnownRows, tangents: Tangents) -> State:
     q_tangent = tangents.query_rows(block)
     mean = block.q.new_zeros(*block.q.shape[:2], 1)
     for tile in chunk.tiles(block.queries):
@@ -131,15 +131,14 @@ def second(
         dout_rows, lse_rows, dlse_rows = chunk.row_side(dout), *map(chunk.row_scalars, (lse, dlse))
         for queries in chunk.query_blocks():
             block = chunk.rows_with_lse(queries, lse_rows)
-            loads = dout_rows.load(queries, chunk.dtype), dlse_rows.load(queries, chunk.dtype)
-            loads[0].masked_fill_(lse_rows.load(queries, chunk.dtype) == -torch.inf, 0.0)
-            _second_block(chunk, block, spanned, sums, *loads)
+            dout_block = dout_rows.load(queries, chunk.dtype).masked_fill_(block.empty, 0.0)
+            _second_block(chunk, block, spanned, sums, dout_block, dlse_rows.load(queries, chunk.dtype))
         sums.finish(chunk)
     return sums.result()
 
 
 def _second_block(
-    chunk: Chunk, block: Rows, tangents: Tangents, sums: GradientSums, dout: torch.Tensor, dlse: torch.Tensor
+    chunk: Chunk, block: KnownRows, tangents: Tangents, sums: GradientSums, dout: torch.Tensor, dlse: torch.Tensor
 ) -> None:
     q_tangent = tangents.query_rows(block)
     mean_t, mean_a, mean_tab = torch.zeros_like(dlse), torch.zeros_like(dlse), torch.zeros_like(dlse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.backends.cpu.chunk import Chunk, Rows
+from tilewise.backends.cpu.chunk import Chunk, KnownRows
 from tilewise.backends.cpu.layout import Strips, store_keys
 from tilewise.backends.cpu.tiles import Tile
 from tilewise.dispatch.backend import Gradients
@@ -54,12 +54,12 @@ class GradientSums:
             else:
                 self._q.baddbmm_(pairs, keys)
 
-    def add_product(self, chunk: Chunk, block: Rows, tile: Tile, dz: torch.Tensor) -> None:
+    def add_product(self, chunk: Chunk, block: KnownRows, tile: Tile, dz: torch.Tensor) -> None:
         """Add what ``dz``, the gradient by the rows' product with k, gives to q and k."""
         self.add_queries(dz, chunk.k[tile.keys])
         self.add_keys("k", tile, dz, block.q_plain)
 
-    def finish_block(self, chunk: Chunk, block: Rows) -> None:
+    def finish_block(self, chunk: Chunk, block: KnownRows) -> None:
         """Store the current block's rows of q."""
         if self._q is not None:
             chunk.row_side(self._totals["q"]).store(block.queries, self._q)
