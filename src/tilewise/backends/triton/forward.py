@@ -1,0 +1,151 @@
+"""The forward kernel: one program computes BLOCK_M rows of one head's output and their lse, one key tile at a time.
+
+    s = scale q k^T (softcap, bias, ALiBi)    p = exp(s - max)    out = sum p v / sum p    lse = max + ln sum p
+
+The loop over key tiles runs twice over disjoint tiles: without mask arithmetic over the full tiles, then with it over the
+others. Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
+"""
+
+# ruff: noqa: N803, N806
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton import primitives as P
+
+
+@triton.jit
+def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, sizes, scalars, slope, batch, head,
+                 m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows."""
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    cols = n_begin + tl.arange(0, TILE.block_n)
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    channels = tl.arange(0, TILE.block_d)
+    v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
+
+    if TILE.num_d == 1:
+        k = P.load_tile(k_ptr, strides.k, cols, channels, key_begin, key_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+        s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
+    else:
+        s = tl.zeros([TILE.block_m, TILE.block_n], tl.float32)
+        for part in tl.range(0, TILE.num_d):
+            d = part * TILE.block_d + channels
+            q_part = P.load_tile(q_ptr, strides.q, rows, d, 0, seqlen_q, TILE.headdim, TILE.block_d, True, MODE.align)
+            k = P.load_tile(k_ptr, strides.k, cols, d, key_begin, key_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+            s = tl.dot(q_part, tl.trans(k), s, input_precision=MODE.precision)
+    v = P.load_tile(v_ptr, strides.v, cols, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_dv, MASKED, MODE.align)
+
+    unit_log2 = P.LOG2E
+    if MODE.scale_first:
+        s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, strides, scalars, batch, head, seqlen_q,
+                               seqlen_k, MODE)
+    else:
+        unit_log2 = scalars.softmax_scale * P.LOG2E
+    if MASKED:
+        keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
+        if MODE.lists:
+            keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, strides, batch, head, seqlen_q, seqlen_k, MODE)
+            seen = tl.max(keep.to(tl.int32), 0) > 0
+            v = tl.where(seen[:, None], v, 0.0)  # 0 * NaN: a value that no row sees may hold anything
+        s = tl.where(keep, s, float("-inf"))
+
+    p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, unit_log2)
+    if MODE.dropout:
+        seed = tl.load(extras.seed)
+        p = tl.where(P.keep_dropout(seed, batch, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
+                                    False), p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=MODE.precision)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish(acc, row_max, row_sum, unit, sink):
+    """Output rows and natural-log lse of a finished state; a row without keys gives 0 and -inf, or the sink."""
+    row_max *= unit
+    total_max = tl.maximum(row_max, sink)
+    origin = tl.where(total_max == float("-inf"), 0.0, total_max)
+    share = tl.exp2((row_max - origin) * P.LOG2E)
+    row_sum = row_sum * share + tl.exp2((sink - origin) * P.LOG2E)
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    return acc * (share / divisor)[:, None], origin + tl.log2(row_sum) * P.LN2
+
+
+@triton.jit
+def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra_strides, sizes, scalars,
+                   MODE: tl.constexpr, TILE: tl.constexpr):
+    """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
+
+    Blocks of one head run together, so its keys stay in the L2 cache; under a causal band the longest rows start first.
+    """
+    num_m_blocks = tl.cdiv(sizes.seqlen_q, TILE.block_m)
+    program = tl.program_id(0)
+    m_block = num_m_blocks - 1 - program % num_m_blocks
+    program = program // num_m_blocks
+    v_block = program % TILE.num_dv
+    program = program // TILE.num_dv
+    head = program % sizes.nheads
+    batch = program // sizes.nheads
+
+    q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
+    k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
+    m_begin = m_block * TILE.block_m
+    m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
+    q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
+    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
+    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
+
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    q = 0
+    if TILE.num_d == 1:
+        q = P.load_tile(q_ptr, strides.q, rows, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_d, True,
+                        MODE.align)
+    slope = 0.0
+    if MODE.alibi:
+        slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
+    acc = tl.zeros([TILE.block_m, TILE.block_dv], tl.float32)
+    row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE.block_m], tl.float32)
+
+    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
+    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    num_left = full_first - first
+    num_full = full_last - full_first
+    num_masked = num_left + last - full_last
+    if MODE.lists:
+        list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                      m_begin < seqlen_q)
+    for step in tl.range(0, num_full, num_stages=TILE.stages):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + step)
+        else:
+            n_block = full_first + step
+        acc, row_max, row_sum = forward_tile(
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+            m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, MODE, TILE)
+    for step in tl.range(0, num_masked, num_stages=TILE.stages):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + num_full + step)
+        else:
+            n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
+        acc, row_max, row_sum = forward_tile(
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+            m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
+
+    unit = 1.0
+    if not MODE.scale_first:
+        unit = scalars.softmax_scale
+    sink = float("-inf")
+    if MODE.sink:
+        sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
+    out, lse = finish(acc, row_max, row_sum, unit, sink)
+    if MODE.dropout:
+        out *= scalars.keep_scale
+    out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
+    v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
+    P.store_tile(out_ptr, strides.out, out, rows, v_channels, seqlen_q, TILE.headdim_v, MODE.align)
+    lse_ptr += P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+    tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)
