@@ -1,0 +1,1 @@
+"""Which backend runs a problem, and why not the others."""

@@ -1,0 +1,81 @@
+"""What a backend is: it says with all its reasons whether it can, for how much, and runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tilewise.device import DeviceFacts
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+State = tuple[torch.Tensor, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+
+class Reason(NamedTuple):
+    """One thing that keeps a backend from running a problem."""
+
+    what: str
+    has: str
+    needs: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what}: has {self.has}, needs {self.needs}"
+        return f"{text}  -> {self.hint}" if self.hint else text
+
+
+class Backend(Protocol):
+    """One implementation of exact attention.
+
+    ``auto_devices`` are the device types on which "auto" may choose it. ``supports`` is pure, lists every reason and
+    never raises; empty means yes. ``cost`` estimates seconds, for choosing among those that can.
+    """
+
+    name: str
+    auto_devices: frozenset[str]
+
+    def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]: ...
+
+    def cost(self, problem: Problem, facts: DeviceFacts) -> float: ...
+
+    def forward(self, problem: Problem, inputs: Inputs) -> State:
+        """(out, lse): out like q but headdim_v wide; lse (batch, nheads, seqlen_q), packed (nheads, total_q)."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        """The gradients named in ``problem.needs_grad``, each with shape and dtype of its tensor in ``inputs``."""
+        ...
+
+
+class SecondOrder(Protocol):
+    """The rest of the calculus, for backends that have it."""
+
+    def jvp(
+        self, problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, tangents: Gradients
+    ) -> State:
+        """Tangents of (out, lse) for the tangents of the inputs; a missing name is a zero tangent."""
+        ...
+
+    def second(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tangents: Gradients,
+        dout: torch.Tensor,
+        dlse: torch.Tensor,
+    ) -> Gradients:
+        """Gradient, by the primals in ``problem.needs_grad``, of <dout, jvp_out> + <dlse, jvp_lse>."""
+        ...

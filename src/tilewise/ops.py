@@ -1,0 +1,149 @@
+"""The operators torch sees: schemas, implementations, fake kernels, batching rules.
+
+Four functions close the calculus up to second order: ``forward``, ``backward``, ``jvp`` (forward mode) and ``second``
+(the gradient of jvp, which is all that double backward needs). Each takes the flat arguments of ``inputs.Arguments``;
+the request for a backend crosses as a plain string, and the choice is made where the sizes are numbers. Their
+derivatives are registered in ``autograd.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from tilewise import batching
+from tilewise.device import device_facts
+from tilewise.dispatch import registry
+from tilewise.dispatch.backend import Gradients
+from tilewise.dispatch.choose import choose
+from tilewise.inputs import Arguments, Inputs, describe, validate
+from tilewise.problem import GRAD_NAMES, Problem
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? segments_q, Tensor? segments_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, "
+    "str causal, int? window_left, int? window_right, float? softmax_scale, float softcap, float dropout_p, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str[] needs_grad, str backend"
+)
+_TANGENTS = ", ".join(f"Tensor? {name}_tangent" for name in GRAD_NAMES)
+
+LIBRARY = Library("tilewise", "DEF")
+LIBRARY.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
+LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"second({_TANGENTS}, Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
+
+State = tuple[torch.Tensor, torch.Tensor]
+Optional = torch.Tensor | None
+
+
+def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
+    """Checked facts and tensors, and the backend that runs them."""
+    problem, inputs = describe(arguments)
+    if derivative != "forward":
+        problem = problem.replace(derivative=derivative)
+    name = choose(problem, device_facts(arguments.q.device), arguments.backend).name
+    # with no pair to compute there is nothing to be fast at, and one room knows every empty case
+    return problem, inputs, registry.load("reference" if problem.is_empty else name)
+
+
+def forward(*flat: Any) -> State:
+    """(out, lse) of the chosen backend; out is contiguous."""
+    problem, inputs, backend = _prepare(Arguments(*flat), "forward")
+    out, lse = backend.forward(problem, inputs)
+    return out.contiguous(), lse.contiguous()
+
+
+def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) -> list[torch.Tensor]:
+    """Gradients in the shapes and dtypes of the caller's tensors."""
+    result = []
+    for name in names:
+        like = getattr(arguments, name)
+        grad = grads[name]
+        if name == "bias":
+            grad = grad.reshape(like.shape)
+        elif grad.shape != like.shape:
+            grad = grad.sum_to_size(like.shape)
+        result.append(grad.to(like.dtype).contiguous())
+    return result
+
+
+def backward(
+    dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
+) -> list[torch.Tensor]:
+    """The gradients named in ``needs_grad``, in that order."""
+    arguments = Arguments(*flat)
+    problem, inputs, backend = _prepare(arguments, "backward")
+    grads = backend.backward(problem, inputs, out, lse, dout, dlse)
+    return _as_given(grads, problem.needs_grad, arguments)
+
+
+def _named_tangents(tangents: tuple[Optional, ...], problem: Problem) -> Gradients:
+    """Tangents by name, in the forms that ``Inputs`` gives their primals."""
+    named = {}
+    for name, tangent in zip(GRAD_NAMES, tangents, strict=True):
+        if tangent is None:
+            continue
+        if name == "bias":
+            tangent = tangent[(None,) * (4 - tangent.ndim)]
+        elif name in ("alibi_slopes", "sink"):
+            tangent = tangent.to(problem.state_dtype).expand(problem.batch, problem.nheads)
+        named[name] = tangent
+    return named
+
+
+def jvp(*flat: Any) -> State:
+    """Tangents of (out, lse)."""
+    count = len(GRAD_NAMES)
+    tangents, (out, lse), arguments = flat[:count], flat[count : count + 2], Arguments(*flat[count + 2 :])
+    problem, inputs, backend = _prepare(arguments, "jvp")
+    named = _named_tangents(tangents, problem)
+    out_tangent, lse_tangent = backend.jvp(problem, inputs, out, lse, named)
+    return out_tangent.contiguous(), lse_tangent.contiguous()
+
+
+def second(*flat: Any) -> list[torch.Tensor]:
+    """Gradient of <dout, jvp_out> + <dlse, jvp_lse> by the primals in ``needs_grad``."""
+    count = len(GRAD_NAMES)
+    tangents, arguments = flat[:count], Arguments(*flat[count + 4 :])
+    dout, dlse, out, lse = flat[count : count + 4]
+    problem, inputs, backend = _prepare(arguments, "second")
+    named = _named_tangents(tangents, problem)
+    grads = backend.second(problem, inputs, out, lse, named, dout, dlse)
+    return _as_given(grads, problem.needs_grad, arguments)
+
+
+def _empty_state(arguments: Arguments) -> State:
+    """What forward returns, without its numbers; checks shapes and dtypes as forward does."""
+    validate(arguments)
+    q, v = arguments.q, arguments.v
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    rows = (q.shape[1], q.shape[0]) if arguments.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _empty_grads(arguments: Arguments) -> list[torch.Tensor]:
+    likes = [getattr(arguments, name) for name in GRAD_NAMES if name in arguments.needs_grad]
+    return [like.new_empty(like.shape) for like in likes]
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "forward": lambda *flat: _empty_state(Arguments(*flat)),
+    "backward": lambda *flat: _empty_grads(Arguments(*flat[4:])),
+    "jvp": lambda *flat: _empty_state(Arguments(*flat[len(GRAD_NAMES) + 2 :])),
+    "second": lambda *flat: _empty_grads(Arguments(*flat[len(GRAD_NAMES) + 4 :])),
+}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "forward": forward,
+    "backward": backward,
+    "jvp": jvp,
+    "second": second,
+}
+
+for _name, _function in _IMPLEMENTATIONS.items():
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
+    torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)
