@@ -1,38 +1,115 @@
-"""Batching rules: a vmapped call folds the new dimension into the batch where that is the same function."""
+"""Batching rules: a vmapped call folds the new dimension into the batch, and runs as one call.
+
+Two kinds of call are run sample by sample instead: packed ones, whose offsets may differ, and those with dropout,
+whose numbers depend on the batch index, so that folding would drop other pairs than the same call in a loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.inputs import Arguments
+from tilewise.problem import GRAD_NAMES
 
-def _moved(value: Any, dim: int | None) -> Any:
-    return value if dim is None or not isinstance(value, torch.Tensor) else value.movedim(dim, 0)
+_TANGENTS = tuple(f"{name}_tangent" for name in GRAD_NAMES)
+_FIELDS = {
+    "forward": Arguments._fields,
+    "backward": ("dout", "dlse", "out", "lse", *Arguments._fields),
+    "jvp": (*_TANGENTS, "out", "lse", *Arguments._fields),
+    "second": (*_TANGENTS, "dout", "dlse", "out", "lse", *Arguments._fields),
+}
+_PER_BATCH = {"q", "k", "v", "dout", "out", "dlse", "lse", "segments_q", "segments_k"}
+_SCORES = {"bias", "mask"}
+_HEADS = {"alibi_slopes", "sink"}
 
 
-def _one_by_one(name: str, size: int, in_dims: Sequence[Any], flat: Sequence[Any]) -> Any:
-    """Call the operator for each index of the batched dimension and stack the results."""
-    operator = getattr(torch.ops.tilewise, name).default
-    moved = [_moved(value, dim) for value, dim in zip(flat, in_dims, strict=True)]
+class _Sizes(NamedTuple):
+    samples: int
+    batch: int
+
+
+def _fold(name: str, value: torch.Tensor, dim: int | None, sizes: _Sizes, whole: bool) -> torch.Tensor:
+    """One tensor argument with samples and batch as one dimension; left to broadcast unless ``whole``."""
+    base = name.removesuffix("_tangent")
+    sample = value if dim is None else value.movedim(dim, 0)
+    own = value.ndim - (dim is not None)
+    if base in _SCORES:
+        shape = list(sample.shape[sample.ndim - own :])
+        sample = sample.reshape(*sample.shape[: sample.ndim - own], *[1] * (4 - own), *shape)
+        if dim is None and sample.shape[0] == 1 and not whole:
+            return sample
+    elif base in _HEADS and own == 1:
+        if dim is None and not whole:
+            return sample
+        sample = sample.unsqueeze(-2)
+    inner = sample.shape[1:] if dim is None else sample.shape[2:]
+    return sample.expand(sizes.samples, sizes.batch, *inner).reshape(sizes.samples * sizes.batch, *inner)
+
+
+def _unfold_gradient(grad: torch.Tensor, own_shape: torch.Size, sizes: _Sizes) -> torch.Tensor:
+    """A folded gradient as one per sample, summed over the batch where its tensor had no batch of its own."""
+    grad = grad.unflatten(0, sizes)  # type: ignore[no-untyped-call]
+    if grad[0].shape == own_shape:
+        return grad
+    return grad.sum(1).reshape(sizes.samples, *own_shape)
+
+
+def _own_shape(value: torch.Tensor, dim: int | None) -> torch.Size:
+    return value.shape if dim is None else value.movedim(dim, 0).shape[1:]
+
+
+def _one_by_one(operator: Any, samples: int, in_dims: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+    """The operator for each sample, results stacked."""
+    is_batched = [dim is not None and isinstance(value, torch.Tensor) for value, dim in zip(flat, in_dims, strict=True)]
     results = [
         operator(
             *(
-                value[index] if dim is not None and isinstance(value, torch.Tensor) else value
-                for value, dim in zip(moved, in_dims, strict=True)
+                value.select(dim, index) if batched else value
+                for value, dim, batched in zip(flat, in_dims, is_batched, strict=True)
             )
         )
-        for index in range(size)
+        for index in range(samples)
     ]
-    stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
-    return (stacked, [0] * len(stacked)) if isinstance(results[0], list) else (tuple(stacked), (0,) * len(stacked))
+    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+
+
+def _folded(name: str, samples: int, in_dims: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+    """One call for all samples."""
+    fields = _FIELDS[name]
+    values = dict(zip(fields, flat, strict=True))
+    dims = {
+        field: dim if isinstance(value, torch.Tensor) else None
+        for field, value, dim in zip(fields, flat, in_dims, strict=True)
+    }
+    sizes = _Sizes(samples, _own_shape(values["q"], dims["q"])[0])
+    needed = list(values["needs_grad"]) if name in ("backward", "second") else []
+    whole = {*needed, *(grad for grad in GRAD_NAMES if values.get(f"{grad}_tangent") is not None)}
+    folded = []
+    for field, value in values.items():
+        base = field.removesuffix("_tangent")
+        if isinstance(value, torch.Tensor) and base in _PER_BATCH | _SCORES | _HEADS:
+            value = _fold(field, value, dims[field], sizes, base in whole)
+        folded.append(value)
+    results = getattr(torch.ops.tilewise, name).default(*folded)
+    if not needed:
+        return [result.unflatten(0, sizes) for result in results]
+    shapes = [_own_shape(values[grad], dims[grad]) for grad in GRAD_NAMES if grad in needed]
+    return [_unfold_gradient(grad, shape, sizes) for grad, shape in zip(results, shapes, strict=True)]
 
 
 def rule(name: str) -> Callable[..., Any]:
     """The batching rule of one operator."""
+    listed = name in ("backward", "second")
 
     def batched(info: Any, in_dims: Any, *flat: Any) -> Any:
-        return _one_by_one(name, info.batch_size, in_dims, flat)
+        arguments = dict(zip(_FIELDS[name], flat, strict=True))
+        if arguments["cu_seqlens_q"] is not None or arguments["dropout_p"]:
+            results = _one_by_one(getattr(torch.ops.tilewise, name).default, info.batch_size, in_dims, flat)
+        else:
+            results = _folded(name, info.batch_size, in_dims, flat)
+        return (results, [0] * len(results)) if listed else (tuple(results), (0,) * len(results))
 
     return batched

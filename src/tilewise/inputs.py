@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,6 +46,11 @@ class Arguments(NamedTuple):
 
 
 TENSOR_COUNT = Arguments._fields.index("dropout_seed") + 1
+
+
+def tensors_of(arguments: Arguments) -> tuple[torch.Tensor | None, ...]:
+    """The tensor arguments, in order."""
+    return arguments[:TENSOR_COUNT]  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ _OPTIONAL = (
     Row("segments_k", (("batch", "seqlen_k"),), INT_DTYPES),
 )
 _HINTS = {
-    "mask": "a float tensor is a bias: pass bias=; for 0/1 integers pass mask=tensor.bool(), True = the pair takes part",
+    "mask": "a float tensor is a bias: pass bias=; 0/1 integers: pass mask=tensor.bool(), True = the pair takes part",
     "bias": "a boolean tensor is a mask: pass mask=, True = the pair takes part",
 }
 
@@ -184,7 +190,7 @@ def _check_offsets(name: str, offsets: torch.Tensor, total: int, side: str, long
     values = offsets.tolist()
     if not values or values[0] != 0:
         raise InvalidInput(f"{name}: must start with 0, starts with {values[0] if values else 'nothing'}")
-    lengths = [stop - start for start, stop in zip(values, values[1:], strict=False)]
+    lengths = [stop - start for start, stop in itertools.pairwise(values)]
     if any(length < 0 for length in lengths):
         raise InvalidInput(f"{name}: must not decrease, is {values}")
     if values[-1] > total:
@@ -254,7 +260,7 @@ def _problem(arguments: Arguments) -> Problem:
         total_k=sizes.get("total_k", 0),
         needs_grad=tuple(name for name in GRAD_NAMES if name in arguments.needs_grad),
         deterministic=arguments.deterministic,
-        inner_contiguous=all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in arguments[:3]),
+        inner_contiguous=all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (arguments.q, arguments.k, arguments.v)),
     )
 
 
@@ -278,7 +284,7 @@ _CACHE_LIMIT = 4096
 def _key(arguments: Arguments) -> tuple[object, ...]:
     tensors = tuple(
         None if t is None else (t.shape, t.dtype, t.device, t.stride(-1) if t.ndim else 0)
-        for t in arguments[:TENSOR_COUNT]
+        for t in tensors_of(arguments)
     )
     return (tensors, arguments[TENSOR_COUNT:-2], tuple(arguments.needs_grad))
 

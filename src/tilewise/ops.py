@@ -30,7 +30,7 @@ _ARGUMENTS = (
 )
 _TANGENTS = ", ".join(f"Tensor? {name}_tangent" for name in GRAD_NAMES)
 
-LIBRARY = Library("tilewise", "DEF")
+LIBRARY: Any = Library("tilewise", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
 LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor)")

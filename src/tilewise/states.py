@@ -35,7 +35,7 @@ def merge_states(
             f"merge_states: both states must have the same shapes, got out_a {tuple(out_a.shape)}, out_b "
             f"{tuple(out_b.shape)}, lse_a {tuple(lse_a.shape)}, lse_b {tuple(lse_b.shape)}"
         )
-    if out_a.ndim < 3 or lse_a.shape != out_a.shape[:-3] + (out_a.shape[-2], out_a.shape[-3]):
+    if out_a.ndim < 3 or lse_a.shape != (*out_a.shape[:-3], out_a.shape[-2], out_a.shape[-3]):
         raise InvalidInput(
             f"lse_a: shape {tuple(lse_a.shape)} does not belong to out_a {tuple(out_a.shape)}: it must be "
             "(batch, nheads, seqlen_q) for out (batch, seqlen_q, nheads, headdim_v), or (nheads, total_q)"

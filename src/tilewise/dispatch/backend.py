@@ -41,6 +41,10 @@ class Backend(Protocol):
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float: ...
 
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """(query rows, key columns) of a tile of the forward, for explain."""
+        ...
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse): out like q but headdim_v wide; lse (batch, nheads, seqlen_q), packed (nheads, total_q)."""
         ...
@@ -61,9 +65,7 @@ class Backend(Protocol):
 class SecondOrder(Protocol):
     """The rest of the calculus, for backends that have it."""
 
-    def jvp(
-        self, problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, tangents: Gradients
-    ) -> State:
+    def jvp(self, problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, tangents: Gradients) -> State:
         """Tangents of (out, lse) for the tangents of the inputs; a missing name is a zero tangent."""
         ...
 

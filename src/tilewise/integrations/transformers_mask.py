@@ -9,14 +9,16 @@ tree with any part that is not recognised becomes the dense boolean mask that Tr
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+Resolved: TypeAlias = tuple[slice, dict[str, Any]]  # the keys that are needed, and attention's arguments for them
 
 
 class Segments(NamedTuple):
@@ -97,7 +99,7 @@ class StructuredMask(Tensor):
     """
 
     plan: MaskPlan
-    resolved: list[tuple[Any, Any]]
+    resolved: list[tuple[tuple[Any, ...], Resolved]]
 
     @staticmethod
     def __new__(cls, plan: MaskPlan) -> StructuredMask:
@@ -109,7 +111,7 @@ class StructuredMask(Tensor):
         return mask
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Keep the plan through detach, alias and a change of device; write the mask out for anything else."""
         kwargs = kwargs or {}
         aten = torch.ops.aten
@@ -120,9 +122,53 @@ class StructuredMask(Tensor):
         args, kwargs = tree_map(lambda x: x.plan.dense() if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The shape and the plan, without writing the mask out."""
         return f"StructuredMask({tuple(self.shape)}, {self.plan})"
+
+
+def resolve(plan: MaskPlan) -> Resolved:
+    """The keys that the band leaves, and ``functional.attention``'s arguments for those keys.
+
+    The band's corner is moved to the bottom right by leaving out keys that no query sees, so a partly filled static
+    cache costs only its filled part.
+    """
+    seqlen_q, stop = plan.seqlen_q, plan.seqlen_k
+    if plan.upper is not None:
+        stop = max(0, min(stop, seqlen_q + plan.upper))
+    first = 0 if plan.lower is None else max(0, min(plan.lower, stop))
+    where = slice(first, stop) if (first, stop) != (0, plan.seqlen_k) else slice(None)
+    seqlen_k = stop - first
+    lower = None if plan.lower is None else plan.lower - first
+    upper = None if plan.upper is None else plan.upper - first
+    if upper is not None and upper >= seqlen_k - 1:
+        upper = None
+    if lower is not None and lower <= 1 - seqlen_q:
+        lower = None
+    corner = seqlen_k - seqlen_q
+    left = None if lower is None else corner - lower
+    right = None if upper is None else upper - corner
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        return slice(None), {"mask": plan.dense()}
+    causal = right == 0
+    pairs: dict[str, Any] = {"causal": causal, "window_size": (left, None if causal else right)}
+    if plan.padding is not None:
+        row = plan.padding[:, where]
+        if not bool(row.all()):
+            pairs["mask"] = row[:, None, None, :]
+    if plan.segments is not None:
+        segments_q = plan.segments.q.expand(plan.batch, -1)
+        segments_k = plan.segments.k[:, where].expand(plan.batch, -1)
+        pairs["segments"] = (segments_q, segments_k)
+    return where, pairs
+
+
+class _Rule(NamedTuple):
+    name: str
+    cells: dict[str, Any]
+
+
+_BANDS = ("all", "causal", "window", "window_both")
 
 
 def build_mask(
@@ -148,7 +194,7 @@ def build_mask(
 
     ``kwargs`` (dtype, config, local_size and the like) steer other implementations' shortcuts and change no pair.
     """
-    masking = importlib.import_module("transformers.masking_utils")
+    masking = sys.modules["transformers.masking_utils"]
     position = kwargs.get("cache_position")  # the older 5.x form of (q_length, q_offset)
     if q_length is None:
         if position is None:
@@ -186,14 +232,14 @@ def build_mask(
 
 def _tracing(*values: Any) -> bool:
     """Whether a graph is being recorded, or some of the tensors have no values to read."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
     fake = torch._subclasses.fake_tensor.FakeTensor
     return any(isinstance(x, Tensor) and (x.device.type == "meta" or isinstance(x, fake)) for x in values)
 
 
 def _read_plan(function: Callable[..., Any], padding: Tensor | None, plan: MaskPlan, kv_offset: int) -> MaskPlan | None:
-    """``plan`` with the rules of Transformers' mask function and of the 2-D padding mask, or None where one is unknown."""
+    """``plan`` with the rules of a mask function and of the 2-D padding mask, or None where one is unknown."""
     rules = _flatten(function)
     if rules is None:
         return None
@@ -226,29 +272,30 @@ def _add_rule(plan: MaskPlan, rule: _Rule, kv_offset: int) -> MaskPlan | None:
         return plan.split(Segments((i - left) // size, (j - left) // size))
     square = shift == 0 and kv_offset == 0 and plan.seqlen_q == plan.seqlen_k
     if rule.name == "packed" and square:
-        ids = cell["packed_sequence_mask"]
-        return plan.split(Segments(ids, ids)) if ids.shape[-1] == plan.seqlen_q else None
-    if rule.name == "remap" and square:
-        return _add_remapped(plan, cell, kv_offset)
+        return _add_packed(plan, cell)
     return None
 
 
-def _add_remapped(plan: MaskPlan, cell: dict[str, Any], kv_offset: int) -> MaskPlan | None:
-    """Rules on positions instead of indices: the same inside a sequence, whose positions go up by one.
+def _add_packed(plan: MaskPlan, cell: dict[str, Any]) -> MaskPlan | None:
+    """Sequences kept apart by id, with band rules on positions if there are any.
 
-    The sequences are split here too, wherever positions do not go up by one, which is what Transformers ANDs with a
-    remapped function; were it not to, the mask would be another one, so the caller must bring the packed rule as well.
+    Positions that go up by one inside each sequence differ as their indices do, so a band of positions is that band of
+    indices.  It is looked up, not assumed, that the ids are those of exactly these runs.
     """
-    inner = _flatten(cell["mask_function"])
-    if inner is None or any(rule.name not in ("all", "causal", "window", "window_both") for rule in inner):
+    ids = cell["packed_sequence_mask"]
+    if ids.shape[-1] != plan.seqlen_q:
         return None
-    position = cell["position_ids"]
-    ids = torch.nn.functional.pad((torch.diff(position, dim=-1) != 1).cumsum(-1), (1, 0))
-    for rule in inner:
-        step = _add_rule(plan, rule, kv_offset)
-        if step is None:
+    if "mask_function" in cell:
+        position = cell["position_ids"]
+        runs = torch.nn.functional.pad((torch.diff(position, dim=-1) != 1).cumsum(-1), (1, 0))
+        inner = _flatten(cell["mask_function"])
+        if inner is None or any(r.name not in _BANDS for r in inner) or not torch.equal(runs, ids):
             return None
-        plan = step
+        for rule in inner:
+            step = _add_rule(plan, rule, 0)
+            if step is None:
+                return None
+            plan = step
     return plan.split(Segments(ids, ids))
 
 
@@ -258,28 +305,23 @@ def _padding_row(padding: Tensor, plan: MaskPlan, kv_offset: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, plan.seqlen_k - row.shape[-1]))
 
 
-class _Rule(NamedTuple):
-    name: str
-    cells: dict[str, Any]
-
-
 def _flatten(function: Callable[..., Any]) -> list[_Rule] | None:
     """The rules whose conjunction a mask function is, or None."""
     rules: list[_Rule] = []
-    packed_by: list[_Rule] = []
     for leaf in _leaves(function):
         known = _known_rules().get(getattr(leaf, "__code__", None))
-        if known is None:
+        cells = _cells(leaf)
+        if known is None or not known[1].issubset(cells):
             return None
-        rule = _Rule(known[0], _cells(leaf))
-        if not known[1].issubset(rule.cells):
-            return None
-        (packed_by if rule.name in ("packed", "remap") else rules).append(rule)
-    # Remapped positions mean the band of indices only where sequences are also kept apart.
-    names = [rule.name for rule in packed_by]
-    if "remap" in names and "packed" not in names:
+        rules.append(_Rule(known[0], cells))
+    remapped = [rule for rule in rules if rule.name == "remap"]
+    packed = [rule for rule in rules if rule.name == "packed"]
+    if len(remapped) > len(packed) or len(packed) > 1:
         return None
-    return rules + packed_by
+    if remapped:  # one rule of two halves: see _add_packed
+        rules = [rule for rule in rules if rule.name not in ("remap", "packed")]
+        rules.append(_Rule("packed", {**remapped[0].cells, **packed[0].cells}))
+    return rules
 
 
 def _leaves(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -291,13 +333,16 @@ def _leaves(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _cells(function: Callable[..., Any]) -> dict[str, Any]:
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure or (), strict=True)} if code else {}
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    closure = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
 
 
 @functools.lru_cache(maxsize=1)
 def _and_code() -> Any:
-    masking = importlib.import_module("transformers.masking_utils")
+    masking = sys.modules["transformers.masking_utils"]
     code = masking.and_masks(masking.causal_mask_function).__code__
     return code if code.co_freevars == ("mask_functions",) else object()
 
@@ -309,7 +354,7 @@ def _known_rules() -> dict[Any, tuple[str, frozenset[str]]]:
     Each is tried on a small grid first: one that another version of Transformers defines otherwise, or lacks, is left
     out, and masks made of it are dense.
     """
-    masking = importlib.import_module("transformers.masking_utils")
+    masking = sys.modules["transformers.masking_utils"]
     position = torch.tensor([[0, 1, 2, 0, 1, 2]])
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
     left = torch.tensor([1])

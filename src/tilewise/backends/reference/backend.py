@@ -26,6 +26,10 @@ class Reference:
         pairs = problem.batch * problem.nheads * problem.seqlen_q * problem.seqlen_k
         return 2.0 * pairs * (problem.headdim + problem.headdim_v) / 5e9
 
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """The whole matrix."""
+        return max(problem.seqlen_q, 1), max(problem.seqlen_k, 1)
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) by whole matrices."""
         if not problem.varlen:
@@ -57,9 +61,7 @@ class Reference:
             _place(total, grads, index, part.tokens_q, part.tokens_k)
         return total
 
-    def jvp(
-        self, problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, tangents: Gradients
-    ) -> State:
+    def jvp(self, problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, tangents: Gradients) -> State:
         """Tangents of (out, lse)."""
         if not problem.varlen:
             return second_order.jvp(problem, inputs, tangents)

@@ -83,9 +83,7 @@ def matrices(problem: Problem, inputs: Inputs) -> Matrices:
     lse = logsumexp(s, sink)
     safe = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
     p_sink = None if sink is None else torch.exp(sink - safe)
-    return Matrices(
-        q, k, v, s_scaled, slope, torch.exp(s - safe[..., None]), drop_factor(problem, inputs), p_sink, lse
-    )
+    return Matrices(q, k, v, s_scaled, slope, torch.exp(s - safe[..., None]), drop_factor(problem, inputs), p_sink, lse)
 
 
 def logsumexp(s: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +112,7 @@ def to_layout(grads: Gradients, problem: Problem, inputs: Inputs) -> Gradients:
     for name in problem.needs_grad:
         grad, like = grads[name], getattr(inputs, name)
         if name in ("k", "v"):
-            grad = grad.unflatten(1, (problem.nheads_k, problem.group)).sum(2) if problem.nheads_k else grad
+            grad = grad.reshape(problem.batch, problem.nheads_k, problem.group, *grad.shape[2:]).sum(2)
         if name in ("q", "k", "v"):
             grad = grad.transpose(1, 2)
         result[name] = grad.sum_to_size(like.shape).to(like.dtype).contiguous()

@@ -76,9 +76,7 @@ def jvp(problem: Problem, inputs: Inputs, tangents: Gradients) -> tuple[torch.Te
     return out.transpose(1, 2).to(problem.dtype).contiguous(), t.lse
 
 
-def second(
-    problem: Problem, inputs: Inputs, tangents: Gradients, dout: torch.Tensor, dlse: torch.Tensor
-) -> Gradients:
+def second(problem: Problem, inputs: Inputs, tangents: Gradients, dout: torch.Tensor, dlse: torch.Tensor) -> Gradients:
     """Gradient of <dout, out_tangent> + <dlse, lse_tangent> by the primals in ``problem.needs_grad``."""
     m = matrices(problem, inputs)
     t = _Tangents(m, problem, inputs, tangents)

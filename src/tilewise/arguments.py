@@ -1,0 +1,120 @@
+"""From the public functions' arguments to the operator's: every option checked and in its plain form."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise import options
+from tilewise.inputs import Arguments
+
+Causal = bool | str
+Window = tuple[int | None, int | None]
+MaxSeqlen = int | torch.Tensor | tuple[int | torch.Tensor, int | torch.Tensor] | None
+Segments = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+OPEN: Window = (None, None)
+
+
+def dense_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: Causal = False,
+    window_size: Window = OPEN,
+    segments: Segments = None,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Arguments:
+    """The operator's arguments for a call of ``attention``."""
+    options.check_tensors(q=q, k=k, v=v)
+    q, k, v = options.autocast(q, k, v)
+    segments_q, segments_k = segments if isinstance(segments, (tuple, list)) else (segments, segments)
+    left, right = options.window(window_size)
+    probability = options.dropout(dropout_p)
+    return Arguments(
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        alibi_slopes,
+        sink,
+        segments_q,
+        segments_k,
+        None,
+        None,
+        options.seed(dropout_seed, probability, q.device),
+        options.causal(causal),
+        left,
+        right,
+        options.scale(softmax_scale),
+        options.softcap(softcap),
+        probability,
+        None,
+        None,
+        options.flag("deterministic", deterministic),
+        options.needs_grad(q, k, v, bias, alibi_slopes, sink),
+        options.backend(backend),
+    )
+
+
+def varlen_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen: MaxSeqlen = None,
+    causal: Causal = False,
+    window_size: Window = OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Arguments:
+    """The operator's arguments for a call of ``attention_varlen``."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    options.check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    q, k, v = options.autocast(q, k, v)
+    left, right = options.window(window_size)
+    probability = options.dropout(dropout_p)
+    longest_q, longest_k = max_seqlen if isinstance(max_seqlen, (tuple, list)) else (max_seqlen, max_seqlen)
+    return Arguments(
+        q,
+        k,
+        v,
+        None,
+        None,
+        alibi_slopes,
+        sink,
+        None,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        options.seed(dropout_seed, probability, q.device),
+        options.causal(causal),
+        left,
+        right,
+        options.scale(softmax_scale),
+        options.softcap(softcap),
+        probability,
+        options.longest(longest_q),
+        options.longest(longest_k),
+        options.flag("deterministic", deterministic),
+        options.needs_grad(q, k, v, None, alibi_slopes, sink),
+        options.backend(backend),
+    )

@@ -1,0 +1,139 @@
+"""Says what a call would do: which backend and why not the others, how much work, how much memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.device import DeviceFacts, device_facts
+from tilewise.dispatch import registry
+from tilewise.dispatch.choose import Trace, survey
+from tilewise.errors import InvalidType
+from tilewise.inputs import Arguments, describe
+from tilewise.iomodel import flops, memory, pairs
+from tilewise.masks import TileCounts
+from tilewise.problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of ``explain``; ``str()`` is for people, ``as_dict()`` for programs.
+
+    ``backend`` is None when nothing runs the problem. ``kept_pairs`` is None where it depends on numbers that lie on
+    a device. Counts are over batch and heads, memory is in bytes, ``tile`` is (query rows, key columns).
+    """
+
+    problem: Problem
+    facts: DeviceFacts
+    request: str
+    backend: str | None
+    trace: Trace
+    tile: tuple[int, int] | None
+    tiles: TileCounts | None
+    all_pairs: int
+    kept_pairs: int | None
+    flops_forward: int | None
+    flops_backward: int | None
+    saved: memory.Saved
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: numbers, strings, lists and dicts."""
+        facts = {
+            name: str(value) if isinstance(value, torch.dtype) else value
+            for name, value in ((f.name, getattr(self.problem, f.name)) for f in dataclasses.fields(self.problem))
+        }
+        return {
+            "problem": {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()},
+            "device": dataclasses.asdict(self.facts),
+            "request": self.request,
+            "backend": self.backend,
+            "refused": {row.name: [reason._asdict() for reason in row.reasons] for row in self.trace if row.reasons},
+            "able": {row.name: row.cost for row in self.trace if row.cost is not None},
+            "tile": None if self.tile is None else list(self.tile),
+            "tiles": None if self.tiles is None else self.tiles._asdict(),
+            "pairs": {"all": self.all_pairs, "kept": self.kept_pairs},
+            "flops": {"forward": self.flops_forward, "backward": self.flops_backward},
+            "saved_for_backward_bytes": self.saved._asdict(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*self._choice_lines(), *self._work_lines(), *self._memory_lines()])
+
+    def _choice_lines(self) -> list[str]:
+        where = f"{self.facts.type} {self.facts.arch}".strip()
+        lines = [f"{self.problem.describe()} | {where}"]
+        chosen = self.backend or "no backend runs this problem"
+        lines.append(f"runs on    {chosen}" + ("" if self.request == "auto" else f" (asked for: {self.request})"))
+        for row in self.trace:
+            if row.name != self.backend and row.cost is not None:
+                lines.append(f"could run  {row.name}: estimated {1e3 * row.cost:.3g} ms")
+            lines += [f"refused    {row.name}: {reason}" for reason in row.reasons]
+        return lines
+
+    def _work_lines(self) -> list[str]:
+        if self.kept_pairs is None:
+            lines = [f"pairs      {self.all_pairs:,}; how many are kept depends on numbers on the device"]
+        else:
+            share = 100 * self.kept_pairs / self.all_pairs if self.all_pairs else 100.0
+            lines = [f"pairs      {self.kept_pairs:,} of {self.all_pairs:,} kept ({share:.1f} %)"]
+        if self.tile is not None and self.tiles is not None:
+            full, partial, skipped = self.tiles
+            lines.append(f"tiles      {self.tile[0]} x {self.tile[1]}: {full:,} full, {partial:,} partial, "
+                         f"{skipped:,} skipped")  # fmt: skip
+        if self.flops_forward is not None and self.flops_backward is not None:
+            lines.append(f"work       forward {_si(self.flops_forward)}FLOP, backward {_si(self.flops_backward)}FLOP")
+        return lines
+
+    def _memory_lines(self) -> list[str]:
+        return [
+            f"saved      for backward: lse, {_si(self.saved.lse, 1024)}B, beside q, k, v and out; "
+            f"materialising attention saves P, {_si(self.saved.probabilities, 1024)}B"
+        ]
+
+
+def _si(value: float, step: int = 1000) -> str:
+    """A number with its prefix: 1.07 T, or with step 1024, 4.00 Gi."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+    for prefix in prefixes[:-1]:
+        if value < step:
+            return f"{value:.3g} {prefix}" if prefix else f"{value:g} "
+        value /= step
+    return f"{value:.3g} {prefixes[-1]}"
+
+
+def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor) -> DeviceFacts:
+    if isinstance(device, DeviceFacts):
+        return device
+    if device is None:
+        return device_facts(torch.device("cpu") if tensor.is_meta else tensor.device)
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidType(f"device: is {device!r}, must be a device, its name, DeviceFacts or None")
+    return device_facts(torch.device(device))
+
+
+def explain_arguments(arguments: Arguments, device: str | torch.device | DeviceFacts | None) -> Explanation:
+    """The explanation of one call's arguments on ``device``, q's own if None (the CPU for meta tensors)."""
+    facts = _facts(device, arguments.q)
+    problem, inputs = describe(arguments)
+    problem = problem.replace(device_type=facts.type)
+    name, trace = survey(problem, facts, arguments.backend)
+    tile = None if name is None else registry.load(name).tile(problem, facts)
+    kept = pairs.kept(problem, inputs)
+    size = (problem.headdim, problem.headdim_v)
+    return Explanation(
+        problem=problem,
+        facts=facts,
+        request=arguments.backend,
+        backend=name,
+        trace=trace,
+        tile=tile,
+        tiles=None if tile is None else pairs.tiles(problem, inputs, *tile),
+        all_pairs=pairs.every(problem, inputs),
+        kept_pairs=kept,
+        flops_forward=None if kept is None else flops.forward(kept, *size),
+        flops_backward=None if kept is None else flops.backward(kept, *size),
+        saved=memory.saved_for_backward(problem),
+    )

@@ -1,0 +1,152 @@
+"""The plain-value options of the public functions: checked, and brought to the operator's form."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from tilewise.dispatch import registry
+from tilewise.errors import InvalidInput, InvalidType
+from tilewise.problem import GRAD_NAMES
+
+_CAUSAL: dict[Any, str] = {"bottom_right": "bottom_right", "top_left": "top_left"}
+_NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+
+
+class _Default(threading.local):
+    """What "auto" means in this thread; a thread-local, which torch.compile can trace and guard on."""
+
+    backend: str = "auto"
+
+
+default = _Default()
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Each argument is a tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Under autocast q, k, v are cast to its dtype, as torch's own attention casts them; fp64 stays."""
+    device_type = q.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(q), cast(k), cast(v)
+
+
+def causal(value: Any) -> str:
+    """False, True or a corner, as "none", "bottom_right" or "top_left"."""
+    if value is False or value is None:
+        return "none"
+    if value is True:
+        return "bottom_right"
+    if isinstance(value, str) and value in _CAUSAL:
+        return value
+    raise InvalidInput(f'causal: is {value!r}, must be False, True, "bottom_right" or "top_left"')
+
+
+def window(value: Any) -> tuple[int | None, int | None]:
+    """(left, right), each an int >= 0 or None."""
+    if value is None:
+        return None, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidInput(f"window_size: is {value!r}, must be a pair (left, right) of counts, None for open")
+    for side in value:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise InvalidType(f"window_size: is {tuple(value)!r}, each side must be an int or None")
+        if side < 0:
+            raise InvalidInput(f"window_size: is {tuple(value)!r}, each side must be at least 0, or None for open")
+    return value[0], value[1]
+
+
+def scale(value: Any) -> float | None:
+    """A finite number, or None for headdim ** -0.5."""
+    return None if value is None else _finite("softmax_scale", value)
+
+
+def softcap(value: Any) -> float:
+    """A finite number >= 0; None is 0, off."""
+    number = 0.0 if value is None else _finite("softcap", value)
+    if number < 0:
+        raise InvalidInput(f"softcap: is {value}, must be at least 0; 0 is off")
+    return number
+
+
+def dropout(value: Any) -> float:
+    """A probability."""
+    number = _finite("dropout_p", value)
+    if not 0 <= number <= 1:
+        raise InvalidInput(f"dropout_p: is {value}, must be between 0 and 1")
+    return number
+
+
+def seed(value: Any, dropout_p: float, device: torch.device) -> torch.Tensor | None:
+    """The seed as a 0-dim int64 tensor; drawn from torch's generator if none is given; None without dropout."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.Tensor))):
+        raise InvalidType(f"dropout_seed: is {value!r}, must be an int, a one-element int64 tensor or None")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidInput(f"dropout_seed: is {value}, must fit in 64 bits")
+    if dropout_p == 0:
+        return None
+    if value is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value - 2**64 if value >= 2**63 else value, dtype=torch.int64, device=device)
+
+
+def longest(value: Any) -> Any:
+    """max_seqlen of one side. A tensor is taken and not read: it would wait for its device, and is only a bound."""
+    if value is None or isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise InvalidType(f"max_seqlen: is {value!r}, must be an int, a pair (q, k) or None")
+    if value < 0:
+        raise InvalidInput(f"max_seqlen: is {value}, must be at least 0")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool and nothing else."""
+    if not isinstance(value, bool):
+        raise InvalidType(f"{name}: is {value!r}, must be True or False")
+    return value
+
+
+def backend(value: Any) -> str:
+    """The backend asked for; "auto" becomes what ``use_backend`` set."""
+    if not isinstance(value, str):
+        raise InvalidType(f"backend: is {value!r}, must be a string")
+    return default.backend if value == "auto" else registry.check_name(value)
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> list[str]:
+    """Names, among q, k, v, bias, alibi_slopes, sink, of the tensors autograd will ask gradients for."""
+    if not torch.is_grad_enabled():
+        return []
+    return [
+        name
+        for name, tensor in zip(GRAD_NAMES, tensors, strict=True)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, _NUMBER):
+        raise InvalidType(f"{name}: is {value!r}, must be a number")
+    # false for NaN and infinities, and a comparison that torch.compile can trace
+    if not value - value == 0:  # type: ignore[operator]
+        raise InvalidInput(f"{name}: is {value}, must be finite")
+    return float(value)

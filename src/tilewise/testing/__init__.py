@@ -1,0 +1,25 @@
+"""The proof kit: fp64 oracle, error budgets, random calls, NaN poison. It imports no test framework."""
+
+from tilewise.testing.budget import Verdict, assert_within_budget, within_budget
+from tilewise.testing.factories import FEATURES, LAYOUTS, Sample, Spec, compatible, lay_out, make, offsets
+from tilewise.testing.oracle import attention_oracle, varlen_oracle, visible_pairs
+from tilewise.testing.poison import poison_unseen, poisoned_memory
+
+__all__ = [
+    "FEATURES",
+    "LAYOUTS",
+    "Sample",
+    "Spec",
+    "Verdict",
+    "assert_within_budget",
+    "attention_oracle",
+    "compatible",
+    "lay_out",
+    "make",
+    "offsets",
+    "poison_unseen",
+    "poisoned_memory",
+    "varlen_oracle",
+    "visible_pairs",
+    "within_budget",
+]
