@@ -9,6 +9,7 @@ from tilewise.dispatch.backend import Backend
 from tilewise.errors import InvalidInput
 
 _MODULES = {
+    "triton": "tilewise.backends.triton",
     "reference": "tilewise.backends.reference",
 }
 

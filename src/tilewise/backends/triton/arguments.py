@@ -19,7 +19,7 @@ class Stride(NamedTuple):
 
 
 class PairStride(NamedTuple):
-    """Strides, in elements, of a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k)."""
+    """Strides of a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k), in units of its ``align`` in Mode."""
 
     batch: int
     head: int
@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     total_k: int
     window_left: int  # keys left and right of i + seqlen_k - seqlen_q that query i sees
     window_right: int
+    batch_offset: int  # added to the batch index in dropout's counter
 
 
 class Scalars(NamedTuple):
@@ -58,9 +59,9 @@ class Extras(NamedTuple):
     alibi_slopes: Any = None  # (batch, nheads) fp32
     sink: Any = None  # (batch, nheads) fp32
     seed: Any = None  # one int64
-    segments_q: Any = None  # (batch, seqlen_q) int32
+    segments_q: Any = None  # (batch, seqlen_q), contiguous
     segments_k: Any = None
-    cu_seqlens_q: Any = None  # (batch + 1,) int32
+    cu_seqlens_q: Any = None  # (batch + 1,)
     cu_seqlens_k: Any = None
     lists: Any = None  # block lists of blocks.py, int32
 
@@ -91,8 +92,10 @@ class Mode(NamedTuple):
     sink: bool
     softcap: bool
     dropout: bool
-    scale_first: bool  # scores are scaled before their maximum is taken; needed when the scale is not positive
+    scale_first: bool  # scores become natural units before their maximum is taken: always right, one operation more
     align: int  # elements that every stride and address of q, k, v and out is a multiple of; 1 promises nothing
+    bias_align: int  # the same for bias and mask, whose keys are then contiguous; 1 promises nothing
+    mask_align: int
     precision: str  # of products of fp32 inputs
     lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
 
@@ -109,6 +112,8 @@ class Tile(NamedTuple):
     num_d: int
     num_dv: int
     stages: int
+    settle: bool  # see primitives.settle
+    lanes: int  # see backward.load_row_statistics
 
 
 class Grads(NamedTuple):

@@ -33,12 +33,15 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dsink_ptr, ext
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
     stats = P.row_index(batch, head, start, sizes, seqlen_q, MODE.varlen)
 
-    rows = m_block * TILE.block_m + tl.arange(0, TILE.block_m)
-    delta = tl.zeros([TILE.block_m], tl.float32)
+    m_begin = m_block * TILE.block_m
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    delta = tl.full([TILE.block_m], 0.0, tl.float32)
     for part in tl.static_range(TILE.num_dv):
         cols = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
-        out = P.load_tile(out_ptr, strides.out, rows, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_dv, True, MODE.align)
-        dout = P.load_tile(dout_ptr, strides.dout, rows, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_dv, True, MODE.align)
+        out = P.load_tile(out_ptr, strides.out, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m, TILE.block_dv, True,
+                          MODE.align)
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m, TILE.block_dv, True,
+                           MODE.align)
         delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
@@ -48,16 +51,18 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dsink_ptr, ext
         sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
         weight = tl.exp2((sink - lse) * P.LOG2E)
-        part = tl.where((rows < seqlen_q) & (sink > float("-inf")), weight * delta, 0.0)
-        tl.store(dsink_ptr + program, -tl.sum(part))
+        total = tl.sum(tl.where(rows < seqlen_q, weight * delta, 0.0))
+        tl.store(dsink_ptr + program, tl.where(sink == float("-inf"), 0.0, -total))  # -inf - -inf is no weight
 
 
 @triton.jit
-def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MODE: tl.constexpr):
+def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+                  MODE: tl.constexpr):
     """p and the softcap's derivative from raw products and lse, which is +inf on rows that see nothing: p is 0 there."""
     slack = 1.0
     if MODE.scale_first:
-        s, slack = P.modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MODE)
+        s, slack = P.modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED,
+                                   MODE)
         p = tl.exp2((s - lse) * P.LOG2E)
     else:
         p = tl.exp2(s * (scalars.softmax_scale * P.LOG2E) - lse * P.LOG2E)
@@ -65,21 +70,32 @@ def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, se
 
 
 @triton.jit
-def load_row_statistics(ptr, rows, row_end, EMPTY: tl.constexpr):
-    """lse or delta of the rows; EMPTY stands for rows past the end, and for the -inf of a row that sees no key."""
-    values = tl.load(ptr + rows, mask=rows < row_end, other=EMPTY)
+def load_row_statistics(ptr, first, row_end, EMPTY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """lse or delta of rows; EMPTY stands for rows past the end, and for the -inf of a row that sees no key.
+
+    LANES > 1 loads each number once for a row of so many threads and sums the others' zeros: Triton repeats the load of a
+    vector shorter than the block of threads in whatever layout uses it, here sixteen loads a thread.
+    """
+    rows = first + tl.arange(0, ROWS)
+    if LANES > 1:
+        lanes = tl.arange(0, LANES)
+        real = (rows < row_end)[:, None] & (lanes == 0)[None, :]
+        values = tl.sum(tl.load(ptr + rows[:, None] + lanes[None, :], mask=real, other=0.0), 1)
+        values = tl.where(rows < row_end, values, EMPTY)
+    else:
+        values = tl.load(ptr + rows, mask=rows < row_end, other=EMPTY)
     return tl.where(values == float("-inf"), EMPTY, values)
 
 
 @triton.jit
-def product(a_ptr, a_stride, a_rows, a_begin, a_end, b_ptr, b_stride, b_rows, b_begin, b_end, num_cols, BLOCK: tl.constexpr,
+def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, b_begin, b_end, num_cols, BLOCK: tl.constexpr,
             PARTS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, MODE: tl.constexpr):
     """a b^T over all channels, part by part: for head dimensions too large to keep on the chip."""
-    total = tl.zeros([ROWS_A, ROWS_B], tl.float32)
+    total = tl.full([ROWS_A, ROWS_B], 0.0, tl.float32)
     for part in tl.range(0, PARTS):
         cols = part * BLOCK + tl.arange(0, BLOCK)
-        a = P.load_tile(a_ptr, a_stride, a_rows, cols, a_begin, a_end, num_cols, BLOCK, True, MODE.align)
-        b = P.load_tile(b_ptr, b_stride, b_rows, cols, b_begin, b_end, num_cols, BLOCK, True, MODE.align)
+        a = P.load_tile(a_ptr, a_stride, a_first, cols, a_begin, a_end, num_cols, ROWS_A, BLOCK, True, MODE.align)
+        b = P.load_tile(b_ptr, b_stride, b_first, cols, b_begin, b_end, num_cols, ROWS_B, BLOCK, True, MODE.align)
         total = tl.dot(a, tl.trans(b), total, input_precision=MODE.precision)
     return total
 
@@ -96,17 +112,19 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
     v_channels = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
-    lse = load_row_statistics(lse_ptr, rows, seqlen_q, float("inf"))[None, :]
+    lse = load_row_statistics(lse_ptr, m_begin, seqlen_q, float("inf"), TILE.block_m, TILE.lanes)[None, :]
 
-    q = P.load_tile(q_ptr, strides.q, rows, channels, row_begin, row_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+    q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, MASKED,
+                    MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     else:
-        s = product(k_ptr, strides.k, cols, 0, seqlen_k, q_ptr, strides.q, rows, row_begin, row_end, TILE.headdim,
+        s = product(k_ptr, strides.k, n_begin, 0, seqlen_k, q_ptr, strides.q, m_begin, row_begin, row_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
-    p, slack = probabilities(s, lse, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, MODE)
-    dout = P.load_tile(dout_ptr, strides.dout, rows, v_channels, row_begin, row_end, TILE.headdim_v, TILE.block_dv, MASKED,
-                       MODE.align)
+    # a key past the last one needs no mask, but its bias may not be read
+    p, slack = probabilities(s, lse, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
+    dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv,
+                       MASKED, MODE.align)
     if MASKED:
         keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
@@ -117,7 +135,7 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         p = tl.where(keep, p, 0.0)
     p_kept = p
     if MODE.dropout:
-        kept = P.keep_dropout(tl.load(extras.seed), batch, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
                               TILE.block_n, True)
         p_kept = tl.where(kept, p, 0.0)
     if GRADS.v:
@@ -126,11 +144,11 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         if TILE.num_dv == 1:
             dp = tl.dot(v, tl.trans(dout), input_precision=MODE.precision)
         else:
-            dp = product(v_ptr, strides.v, cols, 0, seqlen_k, dout_ptr, strides.dout, rows, row_begin, row_end,
+            dp = product(v_ptr, strides.v, n_begin, 0, seqlen_k, dout_ptr, strides.dout, m_begin, row_begin, row_end,
                          TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
-        ds = p * (dp - load_row_statistics(delta_ptr, rows, seqlen_q, 0.0)[None, :])
+        ds = p * (dp - load_row_statistics(delta_ptr, m_begin, seqlen_q, 0.0, TILE.block_m, TILE.lanes)[None, :])
         if MASKED:
             ds = tl.where(keep, ds, 0.0)
         if GRADS.bias == "col":
@@ -168,13 +186,13 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     k = 0
     v = 0
     if TILE.num_d == 1:
-        k = P.load_tile(k_ptr, strides.k, cols, tl.arange(0, TILE.block_d), 0, seqlen_k, TILE.headdim, TILE.block_d, True,
-                        MODE.align)
+        k = P.load_tile(k_ptr, strides.k, n_begin, tl.arange(0, TILE.block_d), 0, seqlen_k, TILE.headdim, TILE.block_n,
+                        TILE.block_d, True, MODE.align)
     if TILE.num_dv == 1:
-        v = P.load_tile(v_ptr, strides.v, cols, tl.arange(0, TILE.block_dv), 0, seqlen_k, TILE.headdim_v, TILE.block_dv, True,
-                        MODE.align)
-    dk = tl.zeros([TILE.block_n, TILE.block_d], tl.float32)
-    dv = tl.zeros([TILE.block_n, TILE.block_dv], tl.float32)
+        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), 0, seqlen_k, TILE.headdim_v, TILE.block_n,
+                        TILE.block_dv, True, MODE.align)
+    dk = tl.full([TILE.block_n, TILE.block_d], 0.0, tl.float32)
+    dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
 
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
@@ -190,7 +208,7 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-        ds_sum = tl.zeros([TILE.block_n], tl.float32)
+        ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
         if MODE.lists:
             list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
                                                           n_begin < seqlen_k)
@@ -219,13 +237,14 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     if GRADS.k:
         dk_ptr = P.head_address(dk_ptr, strides.dk, batch, k_start, head_k, MODE.align)
         channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
-        P.store_tile(dk_ptr, strides.dk, dk * scalars.softmax_scale, cols, channels, seqlen_k, TILE.headdim, MODE.align)
+        P.store_tile(dk_ptr, strides.dk, dk * scalars.softmax_scale, n_begin, channels, seqlen_k, TILE.headdim,
+                     TILE.block_n, MODE.align)
     if GRADS.v:
         if MODE.dropout:
             dv *= scalars.keep_scale
         dv_ptr = P.head_address(dv_ptr, strides.dv, batch, k_start, head_k, MODE.align)
         v_channels = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
-        P.store_tile(dv_ptr, strides.dv, dv, cols, v_channels, seqlen_k, TILE.headdim_v, MODE.align)
+        P.store_tile(dv_ptr, strides.dv, dv, n_begin, v_channels, seqlen_k, TILE.headdim_v, TILE.block_n, MODE.align)
 
 
 @triton.jit
@@ -240,23 +259,24 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
 
-    k = P.load_tile(k_ptr, strides.k, cols, channels, key_begin, key_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+    k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
+                    MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
-        s = product(q_ptr, strides.q, rows, 0, seqlen_q, k_ptr, strides.k, cols, key_begin, key_end, TILE.headdim,
+        s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
     p, slack = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                             MODE)
+                             MASKED, MODE)
     if TILE.num_dv == 1:
-        v = P.load_tile(v_ptr, strides.v, cols, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
-                        TILE.block_dv, MASKED, MODE.align)
+        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
+                        TILE.block_n, TILE.block_dv, MASKED, MODE.align)
         dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
     else:
-        dp = product(dout_ptr, strides.dout, rows, 0, seqlen_q, v_ptr, strides.v, cols, key_begin, key_end, TILE.headdim_v,
+        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end, TILE.headdim_v,
                      TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
     if MODE.dropout:
-        kept = P.keep_dropout(tl.load(extras.seed), batch, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
                               TILE.block_n, False)
         dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
@@ -277,6 +297,8 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
         slope_sum -= tl.sum(ds * P.alibi_distance(i, j, seqlen_q, seqlen_k), 1)
     if GRADS.q:
         dq = tl.dot((ds * slack).to(k.dtype), k, dq, input_precision=MODE.precision)
+        if TILE.settle:
+            dq = P.settle(dq)
     return dq, row_sum, slope_sum
 
 
@@ -306,22 +328,22 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
     stats = P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
-    lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
-    delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
+    lse = load_row_statistics(lse_ptr + stats, m_begin, seqlen_q, float("inf"), TILE.block_m, 1)
+    delta = load_row_statistics(delta_ptr + stats, m_begin, seqlen_q, 0.0, TILE.block_m, 1)
     q = 0
     dout = 0
     if TILE.num_d == 1:
-        q = P.load_tile(q_ptr, strides.q, rows, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_d, True,
-                        MODE.align)
+        q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
+                        TILE.block_d, True, MODE.align)
     if TILE.num_dv == 1:
-        dout = P.load_tile(dout_ptr, strides.dout, rows, tl.arange(0, TILE.block_dv), 0, seqlen_q, TILE.headdim_v,
-                           TILE.block_dv, True, MODE.align)
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, tl.arange(0, TILE.block_dv), 0, seqlen_q, TILE.headdim_v,
+                           TILE.block_m, TILE.block_dv, True, MODE.align)
     slope = 0.0
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-    dq = tl.zeros([TILE.block_m, TILE.block_d], tl.float32)
-    row_sum = tl.zeros([TILE.block_m], tl.float32)
-    slope_sum = tl.zeros([TILE.block_m], tl.float32)
+    dq = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
+    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
@@ -354,7 +376,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     if GRADS.q:
         dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)
         channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
-        P.store_tile(dq_ptr, strides.dq, dq * scalars.softmax_scale, rows, channels, seqlen_q, TILE.headdim, MODE.align)
+        P.store_tile(dq_ptr, strides.dq, dq * scalars.softmax_scale, m_begin, channels, seqlen_q, TILE.headdim,
+                     TILE.block_m, MODE.align)
     plane = batch.to(tl.int64) * sizes.nheads + head
     if GRADS.bias == "row":
         tl.store(dbias_ptr + plane * seqlen_q + rows, row_sum, mask=(rows < seqlen_q) & (part == 0))
@@ -388,7 +411,7 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
     sharers = (sizes.batch // bias_batch) * (sizes.nheads // bias_heads)
     if tl.sum(band_keep.to(tl.int32)) == 0:
         sharers = 0
-    dbias = tl.zeros([TILE.block_m, TILE.block_n], tl.float32)
+    dbias = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     for sharer in tl.range(0, sharers):
         # where the bias has size 1 the sharers run through all items, elsewhere the plane names the one
         batch = tl.where(bias_batch == 1, sharer // (sizes.nheads // bias_heads), plane // bias_heads)
@@ -401,16 +424,16 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         k_head = P.head_address(k_ptr, strides.k, batch, start, head // sizes.group, MODE.align)
         v_head = P.head_address(v_ptr, strides.v, batch, start, head // sizes.group, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
-        lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
-        delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
-        s = product(q_head, strides.q, rows, 0, seqlen_q, k_head, strides.k, cols, key_begin, key_end, TILE.headdim,
+        lse = load_row_statistics(lse_ptr + stats, m_begin, seqlen_q, float("inf"), TILE.block_m, 1)
+        delta = load_row_statistics(delta_ptr + stats, m_begin, seqlen_q, 0.0, TILE.block_m, 1)
+        s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
         p, _ = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                             MODE)
-        dp = product(dout_head, strides.dout, rows, 0, seqlen_q, v_head, strides.v, cols, key_begin, key_end,
+                             True, MODE)
+        dp = product(dout_head, strides.dout, m_begin, 0, seqlen_q, v_head, strides.v, n_begin, key_begin, key_end,
                      TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
         if MODE.dropout:
-            kept = P.keep_dropout(tl.load(extras.seed), batch, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
+            kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
                                   TILE.block_n, False)
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
         keep = band_keep
@@ -431,5 +454,5 @@ def clear_tail_kernel(ptr, cu_seqlens, batch, total, stride_row, stride_col, wid
         for left in range(0, width, COLS):
             cols = left + tl.arange(0, COLS)
             addresses = ptr + (rows.to(tl.int64) * stride_row)[:, None] + (cols.to(tl.int64) * stride_col)[None, :]
-            fill = tl.zeros([ROWS, COLS], tl.float32) + value
+            fill = tl.full([ROWS, COLS], 0.0, tl.float32) + value
             tl.store(addresses, fill.to(ptr.dtype.element_ty), mask=(rows < total)[:, None] & (cols < width)[None, :])

@@ -16,8 +16,9 @@ from tilewise.backends.triton import primitives as P
 
 
 @triton.jit
-def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, sizes, scalars, slope, batch, head,
-                 m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch,
+                 head, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
+                 TILE: tl.constexpr):
     """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows."""
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
@@ -27,27 +28,32 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras,
     v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
 
     if TILE.num_d == 1:
-        k = P.load_tile(k_ptr, strides.k, cols, channels, key_begin, key_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
+                        MODE.align)
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
-        s = tl.zeros([TILE.block_m, TILE.block_n], tl.float32)
+        s = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
         for part in tl.range(0, TILE.num_d):
             d = part * TILE.block_d + channels
-            q_part = P.load_tile(q_ptr, strides.q, rows, d, 0, seqlen_q, TILE.headdim, TILE.block_d, True, MODE.align)
-            k = P.load_tile(k_ptr, strides.k, cols, d, key_begin, key_end, TILE.headdim, TILE.block_d, MASKED, MODE.align)
+            q_part = P.load_tile(q_ptr, strides.q, m_begin, d, 0, seqlen_q, TILE.headdim, TILE.block_m, TILE.block_d, True,
+                                 MODE.align)
+            k = P.load_tile(k_ptr, strides.k, n_begin, d, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
+                            MODE.align)
             s = tl.dot(q_part, tl.trans(k), s, input_precision=MODE.precision)
-    v = P.load_tile(v_ptr, strides.v, cols, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_dv, MASKED, MODE.align)
+    v = P.load_tile(v_ptr, strides.v, n_begin, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_n, TILE.block_dv, MASKED,
+                    MODE.align)
 
     unit_log2 = P.LOG2E
     if MODE.scale_first:
-        s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, strides, scalars, batch, head, seqlen_q,
-                               seqlen_k, MODE)
+        s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, extra_strides, scalars, batch, head,
+                               seqlen_q, seqlen_k, MASKED, MODE)
     else:
         unit_log2 = scalars.softmax_scale * P.LOG2E
     if MASKED:
         keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
-            keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, strides, batch, head, seqlen_q, seqlen_k, MODE)
+            keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, extra_strides, batch, head, seqlen_q,
+                                   seqlen_k, MODE)
             seen = tl.max(keep.to(tl.int32), 0) > 0
             v = tl.where(seen[:, None], v, 0.0)  # 0 * NaN: a value that no row sees may hold anything
         s = tl.where(keep, s, float("-inf"))
@@ -55,9 +61,11 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras,
     p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, unit_log2)
     if MODE.dropout:
         seed = tl.load(extras.seed)
-        p = tl.where(P.keep_dropout(seed, batch, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
+        p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
                                     False), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=MODE.precision)
+    if TILE.settle:
+        acc = P.settle(acc)
     return acc, row_max, row_sum
 
 
@@ -101,14 +109,14 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     q = 0
     if TILE.num_d == 1:
-        q = P.load_tile(q_ptr, strides.q, rows, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_d, True,
-                        MODE.align)
+        q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
+                        TILE.block_d, True, MODE.align)
     slope = 0.0
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-    acc = tl.zeros([TILE.block_m, TILE.block_dv], tl.float32)
+    acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
     row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TILE.block_m], tl.float32)
+    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
     first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
@@ -146,6 +154,6 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra
         out *= scalars.keep_scale
     out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
     v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
-    P.store_tile(out_ptr, strides.out, out, rows, v_channels, seqlen_q, TILE.headdim_v, MODE.align)
+    P.store_tile(out_ptr, strides.out, out, m_begin, v_channels, seqlen_q, TILE.headdim_v, TILE.block_m, MODE.align)
     lse_ptr += P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)

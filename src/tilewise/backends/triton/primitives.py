@@ -18,8 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 def sequence(cu_seqlens, batch, seqlen, VARLEN: tl.constexpr):
     """First token (int64) and length (int32) of a sequence; a dense batch item starts at token 0 of its own row."""
     if VARLEN:
-        start = tl.load(cu_seqlens + batch)
-        return start.to(tl.int64), tl.load(cu_seqlens + batch + 1) - start
+        start = tl.load(cu_seqlens + batch).to(tl.int64)
+        return start, (tl.load(cu_seqlens + batch + 1) - start).to(tl.int32)
     else:
         return tl.zeros((), tl.int64), seqlen
 
@@ -31,20 +31,27 @@ def head_address(ptr, stride, batch, start, head, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def tile_addresses(ptr, stride, rows, cols, ALIGN: tl.constexpr):
-    row_offsets = (rows.to(tl.int64) * stride.row * ALIGN)[:, None]
+def tile_addresses(ptr, stride, first, cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """Addresses of the rows from ``first`` on. An aligned tensor has contiguous channels, so a thread moves 16 bytes at once.
+
+    The 64-bit part of an address is one number for the whole tile; within it 32 bits count units of ALIGN elements, which
+    the host makes sure is enough (facts.is_aligned).
+    """
+    rows = tl.arange(0, ROWS)
+    base = ptr + first.to(tl.int64) * stride.row * ALIGN
     if ALIGN == 1:
-        return ptr + row_offsets + (cols.to(tl.int64) * stride.channel)[None, :]
-    else:  # an aligned tensor has contiguous channels, which lets a thread move 16 bytes at once
-        return ptr + row_offsets + cols[None, :]
+        return base + (rows.to(tl.int64) * stride.row)[:, None] + (cols.to(tl.int64) * stride.channel)[None, :]
+    else:
+        return base + (rows * stride.row.to(tl.int32))[:, None].to(tl.int64) * ALIGN + cols[None, :]
 
 
 @triton.jit
-def load_tile(ptr, stride, rows, cols, row_begin, row_end, num_cols, BLOCK_COLS: tl.constexpr, MASK_ROWS: tl.constexpr,
-              ALIGN: tl.constexpr):
-    """A (rows, cols) tile; rows outside [row_begin, row_end) and cols from num_cols on are zeros and never touched."""
-    addresses = tile_addresses(ptr, stride, rows, cols, ALIGN)
+def load_tile(ptr, stride, first, cols, row_begin, row_end, num_cols, ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+              MASK_ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """A tile of ROWS rows; those outside [row_begin, row_end) and cols from num_cols on are zeros and never touched."""
+    addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
     EVEN: tl.constexpr = num_cols % BLOCK_COLS == 0
+    rows = first + tl.arange(0, ROWS)
     if MASK_ROWS:
         inside = ((rows >= row_begin) & (rows < row_end))[:, None]
         if EVEN:
@@ -59,9 +66,9 @@ def load_tile(ptr, stride, rows, cols, row_begin, row_end, num_cols, BLOCK_COLS:
 
 
 @triton.jit
-def store_tile(ptr, stride, values, rows, cols, row_end, num_cols, ALIGN: tl.constexpr):
-    addresses = tile_addresses(ptr, stride, rows, cols, ALIGN)
-    inside = (rows < row_end)[:, None] & (cols < num_cols)[None, :]
+def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
+    inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
     tl.store(addresses, values.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -156,22 +163,29 @@ def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
 
 @triton.jit
 def keep_listed(keep, i, j, extras, strides, batch, head, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """``keep`` and the data-dependent rules: the boolean mask and equal segments. Indices are clamped, not masked."""
-    safe_i = tl.minimum(i, seqlen_q - 1)
-    safe_j = tl.minimum(j, seqlen_k - 1)
+    """``keep`` and the data-dependent rules: the boolean mask and equal segments."""
     if MODE.mask:
-        keep &= tl.load(pair_address(extras.mask, strides.mask, batch, head, safe_i, safe_j)) != 0
+        keep &= load_pairs(extras.mask, strides.mask, batch, head, i, j, seqlen_q, seqlen_k, True, MODE.mask_align) != 0
     if MODE.segments:
-        segment_q = tl.load(extras.segments_q + batch.to(tl.int64) * seqlen_q + safe_i)
-        segment_k = tl.load(extras.segments_k + batch.to(tl.int64) * seqlen_k + safe_j)
+        segment_q = tl.load(extras.segments_q + batch.to(tl.int64) * seqlen_q + i, mask=i < seqlen_q, other=0)
+        segment_k = tl.load(extras.segments_k + batch.to(tl.int64) * seqlen_k + j, mask=j < seqlen_k, other=0)
         keep &= segment_q == segment_k
     return keep
 
 
 @triton.jit
-def pair_address(ptr, stride, batch, head, i, j):
-    base = ptr + batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head
-    return base + i.to(tl.int64) * stride.row + j.to(tl.int64) * stride.col
+def load_pairs(ptr, stride, batch, head, i, j, seqlen_q, seqlen_k, MASKED: tl.constexpr, ALIGN: tl.constexpr):
+    """Values of a tensor over pairs; rows past the end are clamped, keys past the end read as 0 if MASKED."""
+    base = ptr + (batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head) * ALIGN
+    rows = base + tl.minimum(i, seqlen_q - 1).to(tl.int64) * stride.row * ALIGN
+    if ALIGN == 1:
+        addresses = rows + j.to(tl.int64) * stride.col
+    else:
+        addresses = rows + j
+    if MASKED:  # an aligned tensor's last dimension is a multiple of ALIGN; said so, vectors of keys share one mask bit
+        return tl.load(addresses, mask=(j < seqlen_k // ALIGN * ALIGN), other=0)
+    else:
+        return tl.load(addresses)
 
 
 @triton.jit
@@ -185,7 +199,8 @@ def tanh(x):
 
 
 @triton.jit
-def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MODE: tl.constexpr):
+def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+                  MODE: tl.constexpr):
     """Natural-unit scores from raw products: scale, softcap, bias, ALiBi, in this order.
 
     Returns the scores and the derivative of the softcap (1 where there is none).
@@ -197,9 +212,8 @@ def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_
         s = scalars.softcap * t
         slack = 1.0 - t * t
     if MODE.bias:
-        safe_i = tl.minimum(i, seqlen_q - 1)
-        safe_j = tl.minimum(j, seqlen_k - 1)
-        s += tl.load(pair_address(extras.bias, strides.bias, batch, head, safe_i, safe_j)).to(tl.float32)
+        s += load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
+            tl.float32)
     if MODE.alibi:
         s -= slope * alibi_distance(i, j, seqlen_q, seqlen_k)
     return s, slack
@@ -223,6 +237,16 @@ def softmax_step(s, row_max, row_sum, acc, unit_log2):
     rescale = tl.exp2((row_max - origin) * unit_log2)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     return p, new_max, row_sum, acc * rescale[:, None]
+
+
+@triton.jit
+def settle(acc):
+    """acc, through an instruction that is none: the product that made it is waited for here, not in the next iteration.
+
+    On sm_90 Triton leaves that product in flight across the loop's back edge, where ptxas finds registers of the next
+    product being cleared beside it and serialises every wgmma of the kernel (its warning C7515).
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -1,0 +1,219 @@
+"""The launches of a backward: delta, key gradients, query gradients, and the bias gradient where batch or heads share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.backends.triton import facts as host
+from tilewise.backends.triton import tiles
+from tilewise.backends.triton.arguments import Grads, Stride, Tile
+from tilewise.backends.triton.backward import (
+    bias_gradient_kernel,
+    delta_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+)
+from tilewise.backends.triton.launch import Config, Launch
+from tilewise.backends.triton.plans import ListPlan, Strides, blocks, clear_rows, types_of
+from tilewise.device import device_facts
+from tilewise.dispatch.backend import Gradients
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+DELTA_ROWS = 64
+
+
+def bias_kind(problem: Problem) -> str:
+    """Where a bias gradient comes from: sums of ds over a broadcast side, its tiles, or tiles summed over sharers."""
+    if "bias" not in problem.needs_grad or problem.bias_shape is None:
+        return ""
+    batch, heads, rows, cols = host.four(problem.bias_shape)
+    if cols == 1:
+        return "row"
+    if rows == 1:
+        return "col"
+    return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
+
+
+def contiguous_stride(tensor: torch.Tensor, align: int) -> Stride:
+    """Strides of a new gradient of a (batch, seqlen, heads, channels) or packed tensor."""
+    *lead, row, head, channel = tensor.shape
+    return Stride(row * head * channel // align if lead else 0, head * channel // align, channel // align, 1)
+
+
+class BackwardPlan:
+    """The launches of one backward and how their parts make the gradients asked for."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], has_dlse: bool) -> None:
+        self.problem, self.has_dlse = problem, has_dlse
+        self.kind = bias_kind(problem)
+        needs = problem.needs_grad
+        marks = host.marks_of(inputs, tensors)
+        if problem.headdim % marks.align or problem.headdim_v % marks.align:
+            marks = marks._replace(align=1)
+        self.mode, self.marks = host.mode_of(problem, marks), marks
+        q, k, v, out, dout = tensors
+        grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
+        self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
+        self.device = q.device
+        self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
+        self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
+        self._plan_delta(inputs)
+        if self.wants_keys:
+            self._plan_keys(inputs)
+        if self.wants_queries:
+            self._plan_queries(inputs)
+        if self.kind == "shared":
+            self._plan_bias(inputs)
+        self._plan_tails(inputs, (q, k, v))
+
+    def _tail(self, inputs: Inputs, tile: Tile, lists: ListPlan | None, *more: Any) -> tuple[Any, ...]:
+        problem = self.problem
+        return (
+            self.strides,
+            host.extra_strides_of(inputs, self.marks, lists.stride if lists else host.NO_PAIRS),
+            host.sizes_of(problem, inputs),
+            host.scalars_of(problem),
+            *more[:-1],
+            self.mode,
+            tile,
+            *more[-1:],
+        )
+
+    def _shape(self, kernel: str) -> tiles.Shape:
+        return tiles.choose_shape(kernel, self.problem, device_facts(self.device))
+
+    def _config(self, warps: int) -> Config:
+        return Config(warps, self.marks.align > 1)
+
+    def _plan_delta(self, inputs: Inputs) -> None:
+        problem = self.problem
+        tile = self._shape("bias").tile._replace(block_m=DELTA_ROWS)
+        self.row_blocks = blocks(problem.seqlen_q, DELTA_ROWS)
+        wants_sink = "sink" in problem.needs_grad
+        fp32 = torch.float32
+        pointers = (
+            problem.dtype, problem.dtype, fp32, fp32 if self.has_dlse else None, fp32, fp32 if wants_sink else None,
+            types_of(inputs, lists=False),
+        )  # fmt: skip
+        strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
+        grid = self.row_blocks * problem.nheads * problem.batch
+        tail = (strides, extra_strides, sizes, mode, tile)
+        self.delta = Launch(delta_kernel, grid, pointers, tail, self._config(4), self.device)
+
+    def _pointers(self, inputs: Inputs, lists: bool, *outputs: Any) -> tuple[Any, ...]:
+        dtype, fp32 = self.problem.dtype, torch.float32
+        return (dtype, dtype, dtype, dtype, fp32, fp32, *outputs, types_of(inputs, lists))
+
+    def _plan_keys(self, inputs: Inputs) -> None:
+        problem, needs = self.problem, self.problem.needs_grad
+        tile, warps = self._shape("keys")
+        self.key_lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
+        grads = Grads(False, "k" in needs, "v" in needs, "col" if self.kind == "col" else "", False)
+        dtype = problem.dtype
+        pointers = self._pointers(
+            inputs, self.mode.lists, dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None
+        )
+        parts = max(tile.num_d, tile.num_dv)
+        grid = blocks(problem.seqlen_k, tile.block_n) * parts * problem.nheads_k * problem.batch
+        tail = (*self._tail(inputs, tile, self.key_lists), grads)
+        self.keys = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+
+    def _plan_queries(self, inputs: Inputs) -> None:
+        problem, needs = self.problem, self.problem.needs_grad
+        tile, warps = self._shape("queries")
+        self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
+        grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",
+                      "alibi_slopes" in needs)  # fmt: skip
+        bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
+        pointers = self._pointers(
+            inputs, self.mode.lists, problem.dtype if grads.q else None, bias_type, torch.float32 if grads.alibi else None
+        )
+        self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
+        grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
+        tail = (*self._tail(inputs, tile, self.query_lists), grads)
+        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+
+    def _plan_bias(self, inputs: Inputs) -> None:
+        problem = self.problem
+        batch, heads, _, _ = host.four(problem.bias_shape or ())
+        tile, warps = self._shape("bias")
+        grid = blocks(problem.seqlen_q, tile.block_m) * blocks(problem.seqlen_k, tile.block_n) * heads * batch
+        strides, extra_strides, sizes, scalars, mode, tile = self._tail(inputs, tile, None)
+        tail = (strides, extra_strides, sizes, scalars, batch, heads, mode, tile)
+        pointers = self._pointers(inputs, False, problem.bias_dtype)
+        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, self._config(warps), self.device)
+
+    def _plan_tails(self, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.tails: dict[str, Launch] = {}
+        sides = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)
+        for name, tensor, offsets in zip("qkv", tensors, sides, strict=True):
+            if offsets is not None and name in self.problem.needs_grad:
+                self.tails[name] = clear_rows(tuple(tensor.shape), tensor.dtype, offsets)
+
+    def run(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any) -> Gradients:
+        """The gradients, by name."""
+        problem = self.problem
+        grads: Gradients = {}
+        for name in ("q", "k", "v"):
+            if name in problem.needs_grad:
+                like = getattr(inputs, name)
+                grads[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        extras = host.extras_of(inputs)
+        delta = torch.empty_like(lse)
+        dsink = self._parts(self.row_blocks) if "sink" in problem.needs_grad else None
+        self.delta((out, dout, lse, dlse, delta, dsink, extras))
+        if dsink is not None:
+            grads["sink"] = dsink.sum(-1)
+        shared = (inputs.q, inputs.k, inputs.v, dout, lse, delta)
+        if self.wants_keys:
+            dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
+            listed = extras._replace(lists=self.key_lists.run(inputs)) if self.key_lists else extras
+            self.keys((*shared, grads.get("k"), grads.get("v"), dbias, listed))
+            if dbias is not None:
+                grads["bias"] = self._reduced(dbias[:, :, None, :])
+        if self.wants_queries:
+            self._run_queries(inputs, shared, extras, grads)
+        if self.kind == "shared":
+            grads["bias"] = torch.empty(
+                host.four(problem.bias_shape or ()), dtype=problem.bias_dtype, device=self.device
+            )
+            self.bias((*shared, grads["bias"], extras))
+        for name, launch in self.tails.items():
+            launch((grads[name], extras.cu_seqlens_q if name == "q" else extras.cu_seqlens_k))
+        return grads
+
+    def _run_queries(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
+        problem = self.problem
+        dbias = None
+        if self.kind == "row":
+            dbias = self._side_sums(problem.seqlen_q)
+        elif self.kind == "tile":
+            # tiles that the masks exclude are not visited
+            make = torch.zeros if problem.banded or self.mode.lists else torch.empty
+            shape = (problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k)
+            grads["bias"] = dbias = make(shape, dtype=problem.bias_dtype, device=self.device)
+        dslopes = self._parts(self.query_blocks) if "alibi_slopes" in problem.needs_grad else None
+        listed = extras._replace(lists=self.query_lists.run(inputs)) if self.query_lists else extras
+        self.queries((*shared, grads.get("q"), dbias, dslopes, listed))
+        if self.kind == "row" and dbias is not None:
+            grads["bias"] = self._reduced(dbias[:, :, :, None])
+        if dslopes is not None:
+            grads["alibi_slopes"] = dslopes.sum(-1)
+
+    def _parts(self, number: int) -> torch.Tensor:
+        """One fp32 number for each block of each head; summed afterwards in a fixed order."""
+        shape = (self.problem.batch, self.problem.nheads, number)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def _side_sums(self, length: int) -> torch.Tensor:
+        return self._parts(length)
+
+    def _reduced(self, sums: torch.Tensor) -> torch.Tensor:
+        """fp32 sums of ds over one side, summed over whatever else the bias was broadcast on."""
+        shape = host.four(self.problem.bias_shape or ())
+        dims = [d for d, (has, is_one) in enumerate(zip(sums.shape, shape, strict=True)) if is_one == 1 and has != 1]
+        total = sums.sum(dims, keepdim=True) if dims else sums
+        return total.to(self.problem.bias_dtype or torch.float32)

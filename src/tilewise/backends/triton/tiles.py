@@ -1,0 +1,137 @@
+"""Tile tables: the size of a tile, its warps and pipeline depth, by head dimension, element size and kind of device.
+
+Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken. A row's reason says what
+decided it: a measurement, or the shared memory and registers that a device has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilewise.backends.triton.arguments import Tile
+from tilewise.device import DeviceFacts
+from tilewise.problem import Problem
+
+MAX_RESIDENT = 256  # beyond it a tile would not fit, and channels are worked through in parts of PART
+PART = 128
+
+
+class Row(NamedTuple):
+    """A tile for head dimensions up to ``dim``."""
+
+    dim: int
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    reason: str
+
+
+class Shape(NamedTuple):
+    """What a kernel runs with: its compile-time tile and its warps."""
+
+    tile: Tile
+    warps: int
+
+
+Table = tuple[Row, ...]
+
+_FORWARD_90: Table = (
+    Row(64, 128, 128, 8, 3, "first guess"),
+    Row(128, 128, 128, 8, 2, "first guess"),
+    Row(256, 128, 64, 8, 2, "first guess"),
+    Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
+)
+_KEYS_90: Table = (
+    Row(64, 64, 128, 8, 3, "first guess"),
+    Row(128, 64, 128, 8, 2, "first guess"),
+    Row(256, 64, 64, 8, 2, "first guess"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
+_QUERIES_90: Table = (
+    Row(64, 128, 64, 8, 3, "first guess"),
+    Row(128, 128, 64, 8, 3, "first guess"),
+    Row(256, 64, 64, 8, 2, "first guess"),
+    Row(10**9, 64, 32, 4, 2, "channel parts"),
+)
+_FORWARD_80: Table = (
+    Row(64, 128, 64, 4, 3, "mma.sync: 164 KiB of shared memory, four warps of 32 rows"),
+    Row(128, 128, 64, 8, 2, "accumulator of 128 x 128 needs eight warps"),
+    Row(256, 64, 64, 8, 2, "q and two stages of k and v fill 160 KiB"),
+    Row(10**9, 64, 32, 4, 2, "channel parts"),
+)
+_BACKWARD_80: Table = (
+    Row(64, 64, 64, 4, 2, "two accumulators of 64 x 64"),
+    Row(128, 64, 64, 8, 2, "two accumulators of 64 x 128 need eight warps"),
+    Row(256, 32, 32, 8, 1, "k, v, q and dout of 256 channels"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)
+_SMALL: Table = (
+    Row(64, 64, 64, 4, 2, "fits 64 KiB (gfx942) and 99 KiB (sm_86, sm_89, sm_120)"),
+    Row(128, 64, 32, 4, 2, "fits 64 KiB"),
+    Row(256, 32, 32, 4, 1, "fits 64 KiB: 256 channels leave no second stage"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)
+_SMALL_BACKWARD: Table = (
+    Row(64, 32, 64, 4, 1, "fits 64 KiB"),
+    Row(128, 32, 32, 4, 1, "fits 64 KiB"),
+    Row(256, 16, 16, 4, 1, "fits 64 KiB: four tiles of 256 channels"),
+    Row(10**9, 16, 32, 4, 1, "channel parts"),
+)
+_FP32: Table = (
+    Row(32, 64, 32, 4, 1, "IEEE products run on the plain units: registers bound the tile"),
+    Row(128, 32, 32, 4, 1, "the same, 64 KiB"),
+    Row(256, 16, 16, 4, 1, "the same, 256 channels in 64 KiB"),
+    Row(10**9, 16, 16, 4, 1, "channel parts"),
+)
+
+
+def family(facts: DeviceFacts) -> str:
+    """Devices that share tables: Hopper and datacentre Blackwell, Ampere's datacentre chip, everything smaller."""
+    if facts.arch in ("sm_90", "sm_100", "sm_103"):
+        return "sm_90"
+    return "sm_80" if facts.arch == "sm_80" else "small"
+
+
+def _table(kernel: str, itemsize: int, facts: DeviceFacts) -> Table:
+    if itemsize == 4:
+        return _FP32
+    kind = family(facts)
+    if kind == "sm_90":
+        return {"forward": _FORWARD_90, "keys": _KEYS_90, "queries": _QUERIES_90, "bias": _SMALL}[kernel]
+    if kind == "sm_80":
+        return {"forward": _FORWARD_80, "bias": _SMALL}.get(kernel, _BACKWARD_80)
+    return _SMALL if kernel in ("forward", "bias") else _SMALL_BACKWARD
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least ``size`` and 16, the smallest side of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def choose_row(kernel: str, headdim: int, headdim_v: int, itemsize: int, facts: DeviceFacts) -> Row:
+    """The row of the tables for a kernel: "forward", "keys", "queries" or "bias"."""
+    dim = max(headdim, headdim_v)
+    return next(row for row in _table(kernel, itemsize, facts) if dim <= row.dim)
+
+
+def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts) -> Shape:
+    """The tile and warps of one kernel for a problem on a device."""
+    row = choose_row(kernel, problem.headdim, problem.headdim_v, problem.dtype.itemsize, facts)
+    whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+    block_d = power_of_two(problem.headdim) if whole else PART
+    block_dv = power_of_two(problem.headdim_v) if whole else PART
+    tile = Tile(
+        block_m=row.block_m,
+        block_n=row.block_n,
+        headdim=problem.headdim,
+        headdim_v=problem.headdim_v,
+        block_d=block_d,
+        block_dv=block_dv,
+        num_d=-(-problem.headdim // block_d),
+        num_dv=-(-problem.headdim_v // block_dv),
+        stages=row.stages,
+        settle=facts.arch == "sm_90",
+        lanes=max(1, 32 * row.warps // row.block_m) if kernel == "keys" and facts.arch == "sm_90" else 1,
+    )
+    return Shape(tile, row.warps)
