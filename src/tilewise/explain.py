@@ -43,7 +43,9 @@ class Explanation:
         """Plain data: numbers, strings, lists and dicts."""
         facts = {
             name: str(value) if isinstance(value, torch.dtype) else value
-            for name, value in ((f.name, getattr(self.problem, f.name)) for f in dataclasses.fields(self.problem))
+            for name, value in (
+                (f.name, getattr(self.problem, f.name)) for f in dataclasses.fields(self.problem) if f.compare
+            )
         }
         return {
             "problem": {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()},

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,8 +51,7 @@ def tensors_of(arguments: Arguments) -> tuple[torch.Tensor | None, ...]:
     return arguments[:TENSOR_COUNT]  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of a call in the form every backend takes; None where absent.
 
     q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
@@ -77,9 +74,9 @@ class Inputs:
     dropout_seed: torch.Tensor | None = None
     batch_offset: int = 0
 
-    def replace(self, **changes: object) -> Inputs:
+    def replace(self, **changes: Any) -> Inputs:
         """A copy with some tensors changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return self._replace(**changes)
 
 
 class Row(NamedTuple):
@@ -281,12 +278,25 @@ _CACHE: dict[object, Problem] = {}
 _CACHE_LIMIT = 4096
 
 
-def _key(arguments: Arguments) -> tuple[object, ...]:
-    tensors = tuple(
-        None if t is None else (t.shape, t.dtype, t.device, t.stride(-1) if t.ndim else 0)
-        for t in tensors_of(arguments)
+def _key(arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    q, k, v, *others = arguments[:TENSOR_COUNT]
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.stride(-1),
+        k.stride(-1),
+        v.stride(-1),
+        *[None if t is None else (t.shape, t.dtype, t.device) for t in others],
+        arguments[TENSOR_COUNT:-2],
+        *arguments[-2],
     )
-    return (tensors, arguments[TENSOR_COUNT:-2], tuple(arguments.needs_grad))
 
 
 def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
@@ -302,7 +312,7 @@ def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
     try:
         key = _key(arguments)
         problem = _CACHE.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, IndexError, TypeError):
         key, problem = None, None  # not tensors, or unhashable symbolic sizes: let the table speak
     if problem is None:
         problem = _problem(arguments)

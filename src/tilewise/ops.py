@@ -136,14 +136,14 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "jvp": lambda *flat: _empty_state(Arguments(*flat[len(GRAD_NAMES) + 2 :])),
     "second": lambda *flat: _empty_grads(Arguments(*flat[len(GRAD_NAMES) + 4 :])),
 }
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "forward": forward,
     "backward": backward,
     "jvp": jvp,
     "second": second,
 }
 
-for _name, _function in _IMPLEMENTATIONS.items():
+for _name, _function in IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
     torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,6 +50,13 @@ class Problem:
     deterministic: bool = False
     derivative: str = "forward"
     inner_contiguous: bool = True
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        if not self._hash:  # a choice is looked up by its problem on every call, so the number is kept
+            values = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
+            object.__setattr__(self, "_hash", hash(values) or 1)
+        return self._hash
 
     @property
     def group(self) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 FOUNDATION = frozenset({"errors", "problem", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
 BELOW_OPS = FOUNDATION | {"dispatch"}
-BELOW_FUNCTIONAL = BELOW_OPS | {"ops", "autograd", "explain"}
+BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "explain"}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}
 APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "textbook", "bench", "demo"}
 
@@ -25,10 +25,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "masks": frozenset({"errors", "problem"}),
     "inputs": frozenset({"errors", "problem", "masks", "rng"}),
     "scores": frozenset({"errors", "problem", "inputs"}),
-    "iomodel": frozenset({"errors", "problem", "masks", "scores", "device"}),
+    "iomodel": frozenset({"errors", "problem", "inputs", "masks", "scores", "device"}),
     "backends": FOUNDATION | {"dispatch.backend"},
     "dispatch": FOUNDATION,
-    "ops": BELOW_OPS,
+    "options": frozenset({"errors", "problem", "dispatch"}),
+    "arguments": frozenset({"errors", "inputs", "options"}),
+    "batching": frozenset({"inputs", "problem"}),
+    "ops": BELOW_OPS | {"batching"},
     "autograd": BELOW_OPS | {"ops"},
     "explain": BELOW_OPS,
     "functional": BELOW_FUNCTIONAL,

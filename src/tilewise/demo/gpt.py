@@ -27,7 +27,7 @@ class Shape:
     nheads: int = 4
     headdim: int = 32
     seqlen: int = 1024
-    batch: int = 4
+    batch: int = 2
     steps: int = 40
     seed: int = 0
     corpus_bytes: int = 2_000_000
@@ -55,7 +55,8 @@ class Block(nn.Module):
         heads = self.qkv(self.norm_attention(stream)).unflatten(-1, (3, self.shape.nheads, self.shape.headdim))
         out = self.attention(*heads.unbind(-3))
         stream = stream + self.project(out.flatten(-2))
-        return stream + self.mlp(self.norm_mlp(stream))
+        grown: torch.Tensor = stream + self.mlp(self.norm_mlp(stream))
+        return grown
 
 
 class GPT(nn.Module):
@@ -70,7 +71,8 @@ class GPT(nn.Module):
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """(batch, seqlen) int64 to (batch, seqlen, 256)."""
         stream = self.tokens(text) + self.positions(torch.arange(text.shape[1]))
-        return self.head(self.norm(self.blocks(stream)))  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.head(self.norm(self.blocks(stream)))
+        return logits
 
 
 def corpus(limit: int) -> tuple[torch.Tensor, int]:
@@ -100,7 +102,7 @@ def train(attention: str, shape: Shape, on_step: OnStep) -> dict[str, Any]:
             started = time.perf_counter()
             loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - started)

@@ -23,7 +23,7 @@ def measure(attention: str, seqlen: int, nheads: int, headdim: int, repeats: int
 
     def run(leaves: list[torch.Tensor], dout: torch.Tensor) -> torch.Tensor:
         out = function(leaves[0], leaves[1], leaves[2])
-        out.backward(dout)
+        torch.autograd.backward(out, dout)
         return out.detach()
 
     warm = _leaves(64, nheads, headdim)

@@ -39,7 +39,7 @@ def _reset_peak() -> None:
 
 
 class PeakMemory:
-    """``with PeakMemory() as peak: work()``, then ``peak.extra``: bytes above what was there before, None if unknown."""
+    """``with PeakMemory() as peak: work()``, then ``peak.extra``: bytes above those before it, None if unknown."""
 
     extra: int | None = None
 

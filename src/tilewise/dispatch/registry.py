@@ -10,6 +10,8 @@ from tilewise.errors import InvalidInput
 
 _MODULES = {
     "triton": "tilewise.backends.triton",
+    "sdpa": "tilewise.backends.sdpa",
+    "cpu": "tilewise.backends.cpu",
     "reference": "tilewise.backends.reference",
 }
 

@@ -2,6 +2,7 @@
 
 from tilewise.testing.budget import Verdict, assert_within_budget, within_budget
 from tilewise.testing.factories import FEATURES, LAYOUTS, Sample, Spec, compatible, lay_out, make, offsets
+from tilewise.testing.judge import assert_exact, judge, poison
 from tilewise.testing.oracle import attention_oracle, varlen_oracle, visible_pairs
 from tilewise.testing.poison import poison_unseen, poisoned_memory
 
@@ -11,12 +12,15 @@ __all__ = [
     "Sample",
     "Spec",
     "Verdict",
+    "assert_exact",
     "assert_within_budget",
     "attention_oracle",
     "compatible",
+    "judge",
     "lay_out",
     "make",
     "offsets",
+    "poison",
     "poison_unseen",
     "poisoned_memory",
     "varlen_oracle",

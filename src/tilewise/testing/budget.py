@@ -63,19 +63,24 @@ def within_budget(
     yardstick: torch.Tensor | None,
     *,
     name: str = "out",
-    rounding: torch.dtype | None = None,
+    floor: float = 0.0,
 ) -> Verdict:
     """Judge ``actual`` against ``expected`` (fp64), with plain PyTorch's ``yardstick`` as the measure.
 
     Where the yardstick is not finite though fp64 is (plain PyTorch overflowed or lost the row) it measures nothing:
     there fp64 alone judges, and four roundings of the largest expected element are allowed. ``yardstick=None`` means
-    that everywhere. ``rounding`` is the dtype whose one rounding is allowed, by default the dtype of ``actual``.
+    that everywhere. fp64 cannot measure itself: for an fp64 ``actual`` give plain fp32 attention as the yardstick,
+    whose error is then counted in fp64's units.
+
+    ``floor`` is an error always allowed. A result that is 0 by cancellation, such as dq of a softmax over one key, has
+    no size of its own to round: what may be lost there is relative to the products that cancel, which the caller knows.
     """
     if actual.shape != expected.shape:
         return _refused(name, f"shape is {tuple(actual.shape)}, must be {tuple(expected.shape)}")
     if expected.dtype != torch.float64:
         return _refused(name, f"expected must be fp64, is {expected.dtype}")
-    epsilon = torch.finfo(rounding or actual.dtype).eps
+    epsilon = torch.finfo(actual.dtype).eps
+    is_fp64 = actual.dtype == torch.float64
     actual, expected = actual.detach().double(), expected.detach()
     wrong = _non_finite(actual, expected)
     if wrong is not None:
@@ -86,8 +91,9 @@ def within_budget(
     lost = finite.clone()
     if yardstick is not None:
         plain = yardstick.detach().double()
+        units = epsilon / torch.finfo(yardstick.dtype).eps if is_fp64 else 1.0
         lost &= ~plain.isfinite()
-        measure = torch.where(finite & ~lost, plain - torch.where(finite, expected, 0.0), 0.0)
+        measure = torch.where(finite & ~lost, plain - torch.where(finite, expected, 0.0), 0.0) * units
     else:
         measure = torch.zeros_like(expected)
     error = torch.where(finite, actual - expected, 0.0).nan_to_num(0.0)
@@ -95,9 +101,9 @@ def within_budget(
     rounding_unit = epsilon * (4 if bool(lost.any()) else 1)
     worst = _first(error.abs() == error.abs().max())
     max_error = float(error.abs().max())
-    max_budget = FACTOR * float(measure.abs().max()) + rounding_unit * float(size.abs().max())
+    max_budget = max(FACTOR * float(measure.abs().max()) + rounding_unit * float(size.abs().max()), floor)
     rms_error = float(_rms(error))
-    rms_budget = FACTOR * float(_rms(measure)) + rounding_unit * float(_rms(size))
+    rms_budget = max(FACTOR * float(_rms(measure)) + rounding_unit * float(_rms(size)), floor)
     ok = max_error <= max_budget and rms_error <= rms_budget
     return Verdict(name, ok, "", max_error, max_budget, rms_error, rms_budget, worst)
 
@@ -108,10 +114,10 @@ def assert_within_budget(
     yardstick: torch.Tensor | None,
     *,
     name: str = "out",
-    rounding: torch.dtype | None = None,
+    floor: float = 0.0,
 ) -> Verdict:
     """``within_budget``, raising AssertionError with the numbers when the answer is no."""
-    verdict = within_budget(actual, expected, yardstick, name=name, rounding=rounding)
+    verdict = within_budget(actual, expected, yardstick, name=name, floor=floor)
     if not verdict.ok:
         raise AssertionError(str(verdict))
     return verdict

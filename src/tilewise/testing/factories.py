@@ -49,6 +49,11 @@ class Spec:
     def varlen(self) -> bool:
         return self.lengths_q is not None
 
+    @property
+    def yardstick_dtype(self) -> torch.dtype:
+        """What plain PyTorch computes in to measure the budget; fp64 cannot measure itself."""
+        return torch.float32 if self.dtype == torch.float64 else self.dtype
+
 
 @dataclass
 class Sample:
@@ -140,7 +145,6 @@ FEATURES: dict[str, Callable[[_Maker], Options]] = {
     "window": lambda m: {"window_size": (3, 2)},
     "window_left": lambda m: {"window_size": (4, None)},
     "window_right": lambda m: {"window_size": (None, 1)},
-    "window_negative": lambda m: {"window_size": (5, -2)},
     "segments": lambda m: {"segments": (m.segments(m.spec.seqlen_q), m.segments(m.spec.seqlen_k))},
     "mask": lambda m: {"mask": m.mask_with_empty_rows()},
     "padding": lambda m: {"mask": m.padding()},
@@ -159,7 +163,7 @@ FEATURES: dict[str, Callable[[_Maker], Options]] = {
 DENSE_ONLY = ("segments", "mask", "padding", "bias", "bias_shared", "bias_rows")
 EXCLUSIVE = (
     ("causal", "top_left"),
-    ("window", "window_left", "window_right", "window_negative"),
+    ("window", "window_left", "window_right"),
     ("mask", "padding"),
     ("bias", "bias_shared", "bias_rows"),
     ("alibi", "alibi_batch"),

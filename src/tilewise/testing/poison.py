@@ -26,15 +26,22 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(was_on, warn_only=warned)
 
 
-def poison_unseen(
-    k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, value: float = float("nan")
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of k and v in which every key that no query may see holds ``value``.
+@torch.no_grad()
+def poison_unseen(k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, value: float = float("nan")) -> int:
+    """Write ``value`` in place into every key of k and v that no query may see; returns how many keys that were.
 
     ``keep`` is boolean (batch, nheads, seqlen_q, seqlen_k), as ``visible_pairs`` gives it; k and v are (batch,
-    seqlen_k, nheads_k, dim). The query heads of one key/value head are taken together.
+    seqlen_k, nheads_k, dim). The query heads of one key/value head are taken together. Tensors whose elements share
+    memory (expanded ones) are poisoned where no head and no batch item that shares it may see the key.
     """
     batch, nheads, _, seqlen_k = keep.shape
-    seen = keep.any(dim=2).view(batch, k.shape[2], nheads // k.shape[2], seqlen_k).any(dim=2)
-    unseen = ~seen.transpose(1, 2)[..., None]
-    return k.detach().masked_fill(unseen, value), v.detach().masked_fill(unseen, value)
+    nheads_k = k.shape[2]
+    seen = keep.any(dim=2).view(batch, nheads_k, nheads // max(1, nheads_k), seqlen_k).any(dim=2).transpose(1, 2)
+    for tensor in (k, v):
+        unseen = ~seen[..., None]
+        for dim in (0, 2):
+            if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+                unseen = unseen.all(dim, keepdim=True)
+                tensor = tensor.narrow(dim, 0, 1)
+        tensor.masked_fill_(unseen.expand(tensor.shape), value)
+    return int((~seen).sum())

@@ -110,8 +110,8 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     i, j = rows[None, :], cols[:, None]
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
-    v_channels = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
+    channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
+    v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
     lse = load_row_statistics(lse_ptr, m_begin, seqlen_q, float("inf"), TILE.block_m, TILE.lanes)[None, :]
 
     q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, MASKED,
@@ -162,6 +162,8 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, extras, strides,
                          extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
+
+    Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
 
     Grid: (key blocks, channel parts, key heads, batch) in one dimension, key blocks fastest: the first see most queries.
     """
@@ -236,14 +238,14 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
     if GRADS.k:
         dk_ptr = P.head_address(dk_ptr, strides.dk, batch, k_start, head_k, MODE.align)
-        channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
+        channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
         P.store_tile(dk_ptr, strides.dk, dk * scalars.softmax_scale, n_begin, channels, seqlen_k, TILE.headdim,
                      TILE.block_n, MODE.align)
     if GRADS.v:
         if MODE.dropout:
             dv *= scalars.keep_scale
         dv_ptr = P.head_address(dv_ptr, strides.dv, batch, k_start, head_k, MODE.align)
-        v_channels = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
+        v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
         P.store_tile(dv_ptr, strides.dv, dv, n_begin, v_channels, seqlen_k, TILE.headdim_v, TILE.block_n, MODE.align)
 
 

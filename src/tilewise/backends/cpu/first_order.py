@@ -1,0 +1,103 @@
+"""The forward pass, by online softmax, and the backward pass, by recomputation from lse."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tilewise.backends.cpu.chunk import Chunk, Rows, chunks, exponential
+from tilewise.backends.cpu.sums import GradientSums
+from tilewise.dispatch.backend import Gradients, State
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+
+def forward(problem: Problem, inputs: Inputs) -> State:
+    """out (batch, seqlen_q, nheads, headdim_v) in the input dtype, lse (batch, nheads, seqlen_q)."""
+    out = inputs.q.new_zeros(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
+    lse = inputs.q.new_zeros(problem.batch, problem.nheads, problem.seqlen_q, dtype=problem.state_dtype)
+    for chunk in chunks(problem, inputs, with_ones=False):
+        for queries in chunk.query_blocks():
+            block_out, block_lse = _forward_block(chunk, chunk.rows(queries))
+            chunk.store_rows(out, queries, block_out)
+            chunk.store_row_scalars(lse, queries, block_lse)
+    return out, lse
+
+
+def _forward_block(chunk: Chunk, block: Rows) -> State:
+    """(out, lse) of one block of rows, (units, rows, headdim_v) and (units, rows, 1)."""
+    acc = chunk.v.new_zeros(*block.q.shape[:2], chunk.v.shape[-1])
+    row_sum = acc.new_zeros(*acc.shape[:2], 1)
+    row_max = torch.full_like(row_sum, 0.0 if block.bounded else -math.inf)
+    for tile in chunk.tiles(block.queries):
+        s = chunk.scores(block, tile)
+        if block.bounded:
+            p = chunk.clear(s.exp_(), tile)
+        else:
+            new_max = torch.maximum(row_max, chunk.exclude(s, tile).amax(-1, keepdim=True))
+            reference = new_max.masked_fill(new_max == -math.inf, 0.0)
+            rescale = exponential(row_max - reference)
+            acc *= rescale
+            row_sum *= rescale
+            row_max, p = new_max, exponential(s.sub_(reference))
+        row_sum += p.sum(-1, keepdim=True)
+        acc.baddbmm_(chunk.dropped(p, tile), chunk.v[:, tile.keys])
+    return _normalised(chunk, block, acc, row_sum, row_max)
+
+
+def _normalised(chunk: Chunk, block: Rows, acc: torch.Tensor, row_sum: torch.Tensor, row_max: torch.Tensor) -> State:
+    """Divide by the softmax denominator, the sink's part included; a row that sees nothing gives 0."""
+    empty, log_sum = row_sum == 0, row_sum.log()
+    out, lse = acc.div_(row_sum.masked_fill(empty, 1.0)), row_max + log_sum
+    if chunk.inputs.sink is not None:
+        sink = chunk.per_head(chunk.inputs.sink, block.queries)
+        out *= torch.sigmoid(row_max - sink + log_sum).masked_fill(empty, 0.0)
+        lse = torch.logaddexp(lse, sink)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    """dv = P^T dout, ds = P (dout v^T - delta), dq = scale ds k, dk = scale ds^T q, delta = rowsum(dout out) - dlse."""
+    sums = GradientSums(problem, inputs)
+    for chunk in chunks(problem, inputs, with_ones=True):
+        sums.start(chunk)
+        for queries in chunk.query_blocks():
+            block = chunk.rows_with_lse(queries, lse)
+            dout_rows = chunk.query_side(dout, queries)
+            delta = (dout_rows * chunk.query_side(out, queries)).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= chunk.row_scalars(dlse, queries)
+            _backward_block(chunk, block, sums, chunk.with_ones(dout_rows), delta)
+        sums.finish(chunk)
+    return sums.result()
+
+
+def _backward_block(chunk: Chunk, block: Rows, sums: GradientSums, dout: torch.Tensor, delta: torch.Tensor) -> None:
+    """Add what one block of rows gives; ``dout`` has a last column to carry -delta against V's column of ones."""
+    fold = not chunk.problem.dropout_p
+    dout[..., -1:] = -delta if fold else 0.0
+    for tile in chunk.tiles(block.queries):
+        p = chunk.probabilities(block, tile)
+        sums.add_keys("v", tile, chunk.dropped(p, tile, into="dropped"), dout[..., :-1])
+        if not sums.wants_scores:
+            continue
+        ds = torch.bmm(dout, chunk.v[:, tile.keys].mT, out=chunk.scratch.take("ds", *p.shape))
+        if not fold:
+            chunk.dropped(ds, tile).sub_(delta)
+        ds *= p
+        sums.add_pairs(chunk, tile, ds)
+        if chunk.problem.softcap:
+            ds *= chunk.slope(ds)
+        sums.add_product(chunk, block, tile, ds)
+    sums.finish_block(chunk, block)
+    p_sink = chunk.sink_probability(block)
+    if "sink" in sums and p_sink is not None:
+        sums.add_per_head("sink", chunk, -p_sink * delta)

@@ -1,0 +1,1 @@
+"""Measurements: cases, correctness gate before any time, interleaved timing, recorded JSON lines."""

@@ -1,0 +1,78 @@
+"""Timing in turns, records that can be read back, memory in a fresh process, and the command."""
+
+import json
+
+import pytest
+import torch
+
+from tilewise.bench import cases, cpu, memory, record, report, timing
+from tilewise.cli import main
+
+
+def test_contenders_take_turns_in_alternating_order():
+    calls = []
+    works = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    samples = timing.interleaved(works, rounds=4, least_seconds=0.0)
+    assert "".join(calls[4:]) == "abbaabba"
+    assert all(len(sample.seconds) == 4 for sample in samples.values())
+
+
+def test_the_ratio_is_taken_round_by_round():
+    slow, fast = timing.Samples((2.0, 20.0, 6.0)), timing.Samples((1.0, 10.0, 2.0))
+    assert timing.speed_ratio(fast, slow) == 2.0
+    assert timing.speed_ratio(slow, fast) == 0.5
+
+
+def test_spread_is_within_the_samples():
+    samples = timing.Samples(tuple(float(number) for number in range(1, 21)))
+    assert samples.median == 10.5
+    low, high = samples.spread
+    assert 1.0 < low < 10.5 < high < 20.0
+
+
+def test_records_carry_the_machine_and_can_be_read_back(tmp_path):
+    path = tmp_path / "results" / "cpu.jsonl"
+    record.write(path, [{"figure": "host", "us": 1.5}], torch.device("cpu"))
+    (row,) = record.read(path)
+    assert row["us"] == 1.5
+    assert row["torch"] == torch.__version__
+    assert row["threads"] == torch.get_num_threads()
+
+
+def test_peak_memory_of_a_fresh_process_counts_what_is_held():
+    reference = memory.in_fresh_process("reference", 1024, 4, 16)
+    tiled = memory.in_fresh_process("cpu", 1024, 4, 16)
+    matrix = 4 * 1024 * 1024 * 4
+    assert reference["returned"] == tiled["returned"] == 4 * (1024 * 4 * 16 * 4)
+    assert reference["peak"] > 2 * matrix
+    assert tiled["peak"] < reference["peak"]
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    case = cases.Case(1, 40, 2, 8, causal=True)
+    right = cpu.attention
+    monkeypatch.setattr(cpu, "attention", lambda *args, **options: 1.1 * right(*args, **options))
+    with pytest.raises(cpu.GateFailed, match=r"tilewise-cpu on fp32 \(1, 40, 2, 8\) causal: out is off by"):
+        cpu.compare(case, ("cpu",), rounds=1)
+
+
+@pytest.mark.parametrize(
+    "case", [cases.Case(1, 40, 4, 8, nheads_k=2), cases.Case(1, 64, 2, 8, window=5)], ids=lambda case: case.name
+)
+def test_a_comparison_has_a_row_for_each_contender_and_pass(case):
+    rows = cpu.compare(case, ("auto", "cpu"), rounds=2)
+    assert [(row["contender"], row["pass"]) for row in rows] == [
+        (name, what) for what in ("forward", cpu.BOTH) for name in ("torch-sdpa", "tilewise-auto", "tilewise-cpu")
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[0]["ratio_to_torch"] == 1.0
+    assert "tilewise-auto" in report.table(rows)
+
+
+def test_the_command_measures_prints_and_writes(tmp_path, capsys):
+    path = tmp_path / "cpu.jsonl"
+    assert main(["bench", "cpu", "--rounds", "1", "--only", "host", "--out", str(path)]) == 0
+    assert "us" in capsys.readouterr().out
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert row["figure"] == "host"
+    assert main(["bench", "cpu", "--rounds", "0"]) == 2

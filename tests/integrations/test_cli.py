@@ -1,0 +1,161 @@
+"""``python -m tilewise``: info and explain in text and JSON, and what is refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.cli import COMMANDS, main
+
+
+def _json(capsys, *arguments: str) -> dict:
+    assert main(list(arguments)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_module_runs():
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--help"], capture_output=True, text=True, check=True)
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+def test_info_as_text(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch         {torch.__version__}" in text
+    assert "device cpu" in text
+    for backend in ("reference", "cpu", "sdpa"):
+        assert f"\n  {backend:<10} runs" in text
+
+
+def test_info_as_json_says_what_runs_and_why_not(capsys):
+    data = _json(capsys, "info", "--json")
+    assert data["versions"]["tilewise"] == tilewise.__version__
+    device = data["devices"]["cpu"]
+    assert device["facts"]["type"] == "cpu"
+    assert set(device["backends"]["cpu"]["runs"]) == {"float32", "bfloat16"}
+    chosen = [name for entry in device["backends"].values() for name in entry["chosen"]]
+    assert sorted(chosen) == ["bfloat16", "float32"]
+    for entry in device["backends"].values():
+        assert set(entry["runs"]) | set(entry["reasons"]) == {"float32", "bfloat16"}
+        assert all(entry["reasons"].values())
+
+
+SHAPE = [
+    "--batch",
+    "2",
+    "--seqlen-q",
+    "100",
+    "--seqlen-k",
+    "300",
+    "--nheads",
+    "6",
+    "--nheads-k",
+    "3",
+    "--headdim",
+    "32",
+]
+
+
+def test_explain_takes_shapes_as_options(capsys):
+    data = _json(capsys, "explain", *SHAPE, "--headdim-v", "16", "--dtype", "bf16", "--causal", "--json")
+    problem = data["problem"]
+    names = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "headdim", "headdim_v", "causal")
+    assert [problem[name] for name in names] == [2, 100, 300, 6, 3, 32, 16, "bottom_right"]
+    assert problem["dtype"] == "torch.bfloat16"
+    kept = 2 * 6 * sum(200 + i + 1 for i in range(100))
+    assert data["pairs"] == {"all": 2 * 6 * 100 * 300, "kept": kept}
+    assert data["flops"]["forward"] == 2 * kept * (32 + 16)
+
+
+def test_explain_says_the_same_as_the_function(capsys):
+    q = torch.empty(1, 512, 8, 64, device="meta", requires_grad=True)
+    expected = tilewise.explain(q, q, q, causal="top_left", window_size=(31, None))
+    options = ["--seqlen-q", "512", "--causal", "top_left", "--window-size", "31", "none", "--grad", "q,k,v"]
+    assert main(["explain", *options]) == 0
+    assert capsys.readouterr().out.strip() == str(expected).strip()
+
+
+def test_explain_takes_json_a_file_and_standard_input(capsys, tmp_path, monkeypatch):
+    text = json.dumps({"seqlen_q": 64, "causal": True, "window_size": [7, None], "grad": ["q"]})
+    (tmp_path / "problem.json").write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    results = [
+        _json(capsys, "explain", "--json", "--problem", how) for how in (text, str(tmp_path / "problem.json"), "-")
+    ]
+    assert results[0] == results[1] == results[2]
+    assert results[0]["problem"]["window_left"] == 7
+    assert results[0]["problem"]["needs_grad"] == ["q"]
+
+
+def test_options_go_before_the_json(capsys):
+    data = _json(capsys, "explain", "--json", "--problem", '{"seqlen_q": 64, "headdim": 16}', "--headdim", "32")
+    assert (data["problem"]["seqlen_q"], data["problem"]["headdim"]) == (64, 32)
+
+
+def test_explain_every_feature(capsys):
+    options = ["--seqlen-q", "64", "--mask", "1,1,64,64", "--bias", "8,64,64", "--alibi-slopes", "--sink", "--segments"]
+    numbers = ["--softcap", "30", "--dropout-p", "0.1", "--softmax-scale", "0.5", "--deterministic"]
+    problem = _json(capsys, "explain", *options, *numbers, "--backend", "cpu", "--json")["problem"]
+    assert problem["mask_shape"] == [1, 1, 64, 64]
+    assert problem["bias_shape"] == [1, 8, 64, 64]
+    assert all(problem[name] for name in ("alibi", "sink", "segments", "deterministic"))
+    assert [problem[name] for name in ("softcap", "dropout_p", "softmax_scale")] == [30.0, 0.1, 0.5]
+
+
+def test_explain_packed_sequences(capsys):
+    data = _json(capsys, "explain", "--cu-seqlens-q", "0,5,5,12", "--nheads", "2", "--causal", "--json")
+    assert data["problem"]["varlen"] is True
+    assert data["pairs"]["kept"] == 2 * (5 * 6 // 2 + 7 * 8 // 2)
+
+
+def test_explain_for_a_device_that_is_not_here(capsys):
+    status = main(["explain", "--backend", "sdpa", "--softcap", "5", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert status == 1
+    assert data["backend"] is None
+    assert any(reason["what"] == "softcap" for reason in data["refused"]["sdpa"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--problem", '{"seqlenq": 3}'], "seqlenq: no such field; the fields are batch, seqlen_q"),
+        (["--problem", '{"seqlen_q": "3"}'], "seqlen_q: is '3', must be an integer of 0 or more"),
+        (["--problem", '{"seqlen_q": true}'], "seqlen_q: is True, must be"),
+        (["--problem", '{"causal": "left"}'], "causal: is 'left', must be true, false, bottom_right or top_left"),
+        (["--problem", '{"window_size": [3]}'], "window_size: is [3], must be [left, right]"),
+        (["--problem", '{"dtype": "int8"}'], "dtype: is 'int8', must be one of fp64"),
+        (["--problem", '{"sink": 1}'], "sink: is 1, must be true or false"),
+        (["--problem", '{"grad": ["x"]}'], "grad: is ['x'], must be a list of names among q, k, v"),
+        (["--problem", '{"mask": [1, -1]}'], "mask: is [1, -1], must be a list of integers"),
+        (["--problem", '{"softcap": "a"}'], "softcap: is 'a', must be a number"),
+        (["--problem", "[1]"], "neither JSON nor a file"),
+        (["--problem", '{"a":'], "is not JSON"),
+        (["--problem", "no/such/file"], "neither JSON nor a file"),
+        (["--nheads", "6", "--nheads-k", "4"], "nheads"),
+        (["--backend", "fastest"], "backend: is 'fastest', must be one of 'auto'"),
+        (["--softcap", "-1"], "softcap"),
+        (["--grad", "q,z"], "grad: is ['q', 'z']"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name(capsys, arguments, words):
+    assert main(["explain", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tilewise explain: ")
+    assert words in captured.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain", "--unknown"], ["demo", "--parts", "five"]])
+def test_argparse_refuses_the_rest(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
