@@ -36,7 +36,7 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dsink_ptr, ext
     m_begin = m_block * TILE.block_m
     rows = m_begin + tl.arange(0, TILE.block_m)
     delta = tl.full([TILE.block_m], 0.0, tl.float32)
-    for part in tl.static_range(TILE.num_dv):
+    for part in tl.range(0, TILE.num_dv):
         cols = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
         out = P.load_tile(out_ptr, strides.out, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m, TILE.block_dv, True,
                           MODE.align)
@@ -133,7 +133,8 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
             q = tl.where(seeing, q, 0.0)
             dout = tl.where(seeing, dout, 0.0)
         p = tl.where(keep, p, 0.0)
-        slack = tl.where(keep, slack, 0.0)
+        if MODE.softcap:
+            slack = tl.where(keep, slack, 0.0)
     p_kept = p
     if MODE.dropout:
         kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
@@ -290,7 +291,8 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
             seen = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: a key that no row sees may hold anything
             k = tl.where(seen, k, 0.0)
         ds = tl.where(keep, ds, 0.0)
-        slack = tl.where(keep, slack, 0.0)
+        if MODE.softcap:
+            slack = tl.where(keep, slack, 0.0)
     if GRADS.bias == "row":
         row_sum += tl.sum(ds, 1)
     if GRADS.bias == "tile":
