@@ -112,8 +112,18 @@ class Tile(NamedTuple):
     num_d: int
     num_dv: int
     stages: int
-    settle: bool  # see primitives.settle
+    boxes: bool  # full tiles come through TMA descriptors (primitives.load_box)
     lanes: int  # see backward.load_row_statistics
+
+
+class Box(NamedTuple):
+    """A TMA descriptor before it has an address: what Triton's launcher reads of its TensorDescriptor."""
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    padding: str = "zero"
 
 
 class Grads(NamedTuple):

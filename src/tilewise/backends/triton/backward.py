@@ -101,8 +101,8 @@ def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, 
 
 
 @triton.jit
-def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, strides, extras, extra_strides, sizes,
-             scalars, slope, batch, head, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, strides, extras,
+             extra_strides, sizes, scalars, slope, batch, head, q_start, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
              MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries)."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -114,8 +114,14 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
     lse = load_row_statistics(lse_ptr, m_begin, seqlen_q, float("inf"), TILE.block_m, TILE.lanes)[None, :]
 
-    q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, MASKED,
-                    MODE.align)
+    BOXES: tl.constexpr = TILE.boxes and not MASKED
+    box_batch = 0 if MODE.varlen else batch
+    box_row = q_start.to(tl.int32) + m_begin
+    if BOXES:
+        q = P.load_box(q_desc, box_batch, box_row, head, TILE.block_m, TILE.block_d)
+    else:
+        q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d,
+                        MASKED, MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     else:
@@ -123,8 +129,11 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                     TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     p, slack = probabilities(s, lse, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
-    dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv,
-                       MASKED, MODE.align)
+    if BOXES:
+        dout = P.load_box(dout_desc, box_batch, box_row, head, TILE.block_m, TILE.block_dv)
+    else:
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v, TILE.block_m,
+                           TILE.block_dv, MASKED, MODE.align)
     if MASKED:
         keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
@@ -161,8 +170,8 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, extras, strides,
-                         extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc, dout_desc,
+                         extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
 
     Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
@@ -204,6 +213,7 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     num_left = full_first - first
     num_full = full_last - full_first
     num_masked = num_left + last - full_last
+    MASKED_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # a band has one or two such tiles
     for sharer in tl.range(0, sizes.group):
         head = head_k * sizes.group + sharer
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
@@ -222,17 +232,17 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             else:
                 m_block = full_first + step
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, strides, extras,
-                extra_strides, sizes, scalars, slope, batch, head, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, q_desc, dout_desc,
+                strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 False, MODE, TILE, GRADS)
-        for step in tl.range(0, num_masked, num_stages=TILE.stages):
+        for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
             if MODE.lists:
                 m_block = tl.load(list_ptr + num_full + step)
             else:
                 m_block = tl.where(step < num_left, first + step, full_last + step - num_left)
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, strides, extras,
-                extra_strides, sizes, scalars, slope, batch, head, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, q_desc, dout_desc,
+                strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 True, MODE, TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
@@ -252,8 +262,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
 
 @triton.jit
-def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, strides, extras,
-               extra_strides, sizes, scalars, slope, batch, head, m_begin, n_begin, part, seqlen_q, seqlen_k,
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc, strides,
+               extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, seqlen_q, seqlen_k,
                MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys)."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -263,8 +273,15 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
 
-    k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
-                    MODE.align)
+    BOXES: tl.constexpr = TILE.boxes and not MASKED
+    box_batch = 0 if MODE.varlen else batch
+    box_row = k_start.to(tl.int32) + n_begin
+    box_head = head // sizes.group
+    if BOXES:
+        k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
+    else:
+        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d,
+                        MASKED, MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
@@ -273,8 +290,11 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
     p, slack = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
                              MASKED, MODE)
     if TILE.num_dv == 1:
-        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
-                        TILE.block_n, TILE.block_dv, MASKED, MODE.align)
+        if BOXES:
+            v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
+        else:
+            v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
+                            TILE.block_n, TILE.block_dv, MASKED, MODE.align)
         dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
     else:
         dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end, TILE.headdim_v,
@@ -303,14 +323,12 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
         slope_sum -= tl.sum(ds * P.alibi_distance(i, j, seqlen_q, seqlen_k), 1)
     if GRADS.q:
         dq = tl.dot((ds * slack).to(k.dtype), k, dq, input_precision=MODE.precision)
-        if TILE.settle:
-            dq = P.settle(dq)
     return dq, row_sum, slope_sum
 
 
 @triton.jit
-def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dbias_ptr, dslopes_ptr, extras, strides,
-                           extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dbias_ptr, dslopes_ptr, k_desc, v_desc,
+                           extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dq of one query block; dbias as tiles of ds or as its row sums; each block's part of the ALiBi slopes' gradient.
 
     Grid: (query blocks, channel parts, heads, batch) in one dimension, query blocks fastest, the last first.
@@ -357,6 +375,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     num_left = full_first - first
     num_full = full_last - full_first
     num_masked = num_left + last - full_last
+    MASKED_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # a band has one or two such tiles
     if MODE.lists:
         list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
                                                       m_begin < seqlen_q)
@@ -366,17 +385,17 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
         else:
             n_block = full_first + step
         dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, strides, extras,
-            extra_strides, sizes, scalars, slope, batch, head, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
+            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
+            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
             False, MODE, TILE, GRADS)
-    for step in tl.range(0, num_masked, num_stages=TILE.stages):
+    for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
             n_block = tl.load(list_ptr + num_full + step)
         else:
             n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
         dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, strides, extras,
-            extra_strides, sizes, scalars, slope, batch, head, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
+            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
+            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
             True, MODE, TILE, GRADS)
 
     if GRADS.q:

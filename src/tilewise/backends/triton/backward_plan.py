@@ -16,7 +16,7 @@ from tilewise.backends.triton.backward import (
     query_gradients_kernel,
 )
 from tilewise.backends.triton.launch import Config, Launch
-from tilewise.backends.triton.plans import ListPlan, Strides, blocks, clear_rows, types_of
+from tilewise.backends.triton.plans import ListPlan, Strides, at, blocks, clear_rows, types_of
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
@@ -58,11 +58,14 @@ class BackwardPlan:
         grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device = q.device
+        self.fits_boxes = host.fits_boxes(tensors)
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
+        self.key_boxes: tuple[Any, Any] = (None, None)
+        self.query_boxes: tuple[Any, Any] = (None, None)
         self._plan_delta(inputs)
         if self.wants_keys:
-            self._plan_keys(inputs)
+            self._plan_keys(inputs, q, dout)
         if self.wants_queries:
             self._plan_queries(inputs)
         if self.kind == "shared":
@@ -83,7 +86,8 @@ class BackwardPlan:
         )
 
     def _shape(self, kernel: str) -> tiles.Shape:
-        return tiles.choose_shape(kernel, self.problem, device_facts(self.device))
+        shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
+        return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
 
     def _config(self, warps: int) -> Config:
         return Config(warps, self.marks.align > 1)
@@ -107,14 +111,17 @@ class BackwardPlan:
         dtype, fp32 = self.problem.dtype, torch.float32
         return (dtype, dtype, dtype, dtype, fp32, fp32, *outputs, types_of(inputs, lists))
 
-    def _plan_keys(self, inputs: Inputs) -> None:
+    def _plan_keys(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor) -> None:
         problem, needs = self.problem, self.problem.needs_grad
         tile, warps = self._shape("keys")
+        if tile.boxes:
+            self.key_boxes = (host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv))
         self.key_lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
         grads = Grads(False, "k" in needs, "v" in needs, "col" if self.kind == "col" else "", False)
         dtype = problem.dtype
         pointers = self._pointers(
-            inputs, self.mode.lists, dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None
+            inputs, self.mode.lists, dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None,
+            *self.key_boxes,
         )
         parts = max(tile.num_d, tile.num_dv)
         grid = blocks(problem.seqlen_k, tile.block_n) * parts * problem.nheads_k * problem.batch
@@ -124,12 +131,16 @@ class BackwardPlan:
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
         tile, warps = self._shape("queries")
+        if tile.boxes:
+            k, v = inputs.k, inputs.v
+            self.query_boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
         grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",
                       "alibi_slopes" in needs)  # fmt: skip
         bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
         pointers = self._pointers(
-            inputs, self.mode.lists, problem.dtype if grads.q else None, bias_type, torch.float32 if grads.alibi else None
+            inputs, self.mode.lists, problem.dtype if grads.q else None, bias_type, torch.float32 if grads.alibi else None,
+            *self.query_boxes,
         )
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
         grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
@@ -171,7 +182,8 @@ class BackwardPlan:
         if self.wants_keys:
             dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
             listed = extras._replace(lists=self.key_lists.run(inputs)) if self.key_lists else extras
-            self.keys((*shared, grads.get("k"), grads.get("v"), dbias, listed))
+            boxes = at(self.key_boxes, (inputs.q, dout))
+            self.keys((*shared, grads.get("k"), grads.get("v"), dbias, *boxes, listed))
             if dbias is not None:
                 grads["bias"] = self._reduced(dbias[:, :, None, :])
         if self.wants_queries:
@@ -197,7 +209,8 @@ class BackwardPlan:
             grads["bias"] = dbias = make(shape, dtype=problem.bias_dtype, device=self.device)
         dslopes = self._parts(self.query_blocks) if "alibi_slopes" in problem.needs_grad else None
         listed = extras._replace(lists=self.query_lists.run(inputs)) if self.query_lists else extras
-        self.queries((*shared, grads.get("q"), dbias, dslopes, listed))
+        boxes = at(self.query_boxes, (inputs.k, inputs.v))
+        self.queries((*shared, grads.get("q"), dbias, dslopes, *boxes, listed))
         if self.kind == "row" and dbias is not None:
             grads["bias"] = self._reduced(dbias[:, :, :, None])
         if dslopes is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise import rng
-from tilewise.backends.triton.arguments import Extras, ExtraStrides, Mode, PairStride, Scalars, Sizes, Stride
+from tilewise.backends.triton.arguments import Box, Extras, ExtraStrides, Mode, PairStride, Scalars, Sizes, Stride
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -42,6 +42,25 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     near = tensor.stride(-3) // unit < 2**31 // MAX_TILE_ROWS
     return (
         inner == 1 and near and tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride % unit == 0 for stride in outer)
+    )
+
+
+def box_of(tensor: torch.Tensor, rows: int, channels: int) -> Box:
+    """A TMA descriptor of a dense or packed tensor, for tiles of (rows, channels); it still needs an address.
+
+    A dimension of size 1 may have any stride, 0 too, which the copy engine does not take.
+    """
+    unit = VECTOR_BYTES // tensor.element_size()
+    shape = tuple(tensor.shape) if tensor.ndim == 4 else (1, *tensor.shape)
+    strides = tensor.stride() if tensor.ndim == 4 else (unit, *tensor.stride())
+    strides = tuple(unit if size == 1 and stride == 0 else stride for size, stride in zip(shape, strides, strict=True))
+    return Box(tensor.dtype, shape, (*strides[:3], 1), (1, rows, 1, channels))
+
+
+def fits_boxes(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether TMA takes the tensors as they lie: expanded dimensions, of stride 0, are left to plain loads."""
+    return all(
+        size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True)
     )
 
 

@@ -16,8 +16,8 @@ from tilewise.backends.triton import primitives as P
 
 
 @triton.jit
-def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch,
-                 head, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
+def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
+                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
                  TILE: tl.constexpr):
     """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -27,9 +27,16 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras,
     channels = tl.arange(0, TILE.block_d)
     v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
 
+    BOXES: tl.constexpr = TILE.boxes and not MASKED
+    box_batch = 0 if MODE.varlen else batch
+    box_row = k_start.to(tl.int32) + n_begin
+    box_head = head // sizes.group
     if TILE.num_d == 1:
-        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
-                        MODE.align)
+        if BOXES:
+            k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
+        else:
+            k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d,
+                            MASKED, MODE.align)
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
         s = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
@@ -40,8 +47,11 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras,
             k = P.load_tile(k_ptr, strides.k, n_begin, d, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
                             MODE.align)
             s = tl.dot(q_part, tl.trans(k), s, input_precision=MODE.precision)
-    v = P.load_tile(v_ptr, strides.v, n_begin, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_n, TILE.block_dv, MASKED,
-                    MODE.align)
+    if BOXES:
+        v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
+    else:
+        v = P.load_tile(v_ptr, strides.v, n_begin, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_n,
+                        TILE.block_dv, MASKED, MODE.align)
 
     unit_log2 = P.LOG2E
     if MODE.scale_first:
@@ -64,8 +74,6 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras,
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
                                     False), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=MODE.precision)
-    if TILE.settle:
-        acc = P.settle(acc)
     return acc, row_max, row_sum
 
 
@@ -82,7 +90,7 @@ def finish(acc, row_max, row_sum, unit, sink):
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra_strides, sizes, scalars,
+def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc, extras, strides, extra_strides, sizes, scalars,
                    MODE: tl.constexpr, TILE: tl.constexpr):
     """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
 
@@ -123,6 +131,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra
     num_left = full_first - first
     num_full = full_last - full_first
     num_masked = num_left + last - full_last
+    MASKED_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # a band has one or two such tiles
     if MODE.lists:
         list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
                                                       m_begin < seqlen_q)
@@ -132,16 +141,16 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, extras, strides, extra
         else:
             n_block = full_first + step
         acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
-            m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, MODE, TILE)
-    for step in tl.range(0, num_masked, num_stages=TILE.stages):
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, MODE, TILE)
+    for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
             n_block = tl.load(list_ptr + num_full + step)
         else:
             n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
         acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
-            m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
 
     unit = 1.0
     if not MODE.scale_first:

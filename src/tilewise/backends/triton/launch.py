@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 
-from tilewise.backends.triton.arguments import PairStride, Stride
+from tilewise.backends.triton.arguments import Box, PairStride, Stride
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 POINTER_TYPES = {
@@ -41,6 +41,8 @@ class Config(NamedTuple):
 
 def _type_of(value: Any, integer: str = "i32") -> Any:
     """Triton's type of an argument; strides are 64-bit, so that an address never wraps."""
+    if isinstance(value, Box):
+        return f"tensordesc<{POINTER_TYPES[value.base][1:]}{list(value.block)}>"
     if isinstance(value, tuple):
         inner = "i64" if isinstance(value, (Stride, PairStride)) else "i32"
         types = [_type_of(item, inner) for item in value]
@@ -115,7 +117,7 @@ class Launch:
             self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
 
     def __call__(self, pointers: tuple[Any, ...]) -> None:
-        """Pointers in the kernel's order: tensors, None, and named tuples of them."""
+        """Pointers in the kernel's order: tensors, None, descriptors (Box), and named tuples of tensors."""
         if not self.grid:
             return
         if INTERPRETED:

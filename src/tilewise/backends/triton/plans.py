@@ -46,6 +46,13 @@ def types_of(inputs: Inputs, lists: bool) -> Extras:
     return Extras(*(None if tensor is None else tensor.dtype for tensor in extras))
 
 
+def at(boxes: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Descriptors at the addresses of this call's tensors; None stays None."""
+    if boxes[0] is None:
+        return boxes
+    return tuple(box._replace(base=tensor) for box, tensor in zip(boxes, tensors, strict=True))
+
+
 class ListPlan:
     """Block lists of a problem with a boolean mask or segments, for one tile and owner ("queries" or "keys")."""
 
@@ -99,7 +106,12 @@ class ForwardPlan:
 
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         marks = host.marks_of(inputs, tensors)
-        tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device))
+        tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
+        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors[1:3]))
+        self.boxes: tuple[Any, Any] = (None, None)
+        if tile.boxes:
+            k, v = tensors[1:3]
+            self.boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         tail = (
@@ -112,7 +124,7 @@ class ForwardPlan:
         )
         grid = blocks(problem.seqlen_q, tile.block_m) * tile.num_dv * problem.nheads * problem.batch
         extras = types_of(inputs, mode.lists)
-        pointers = (*[problem.dtype] * 4, torch.float32, extras)
+        pointers = (*[problem.dtype] * 4, torch.float32, *self.boxes, extras)
         self.has_extras = extras != NO_EXTRAS
         self.main = Launch(forward_kernel, grid, pointers, tail, Config(warps, marks.align > 1), inputs.q.device)
         self.tails: tuple[Launch, ...] = ()
@@ -125,6 +137,7 @@ class ForwardPlan:
         extras = NO_EXTRAS
         if self.has_extras:
             extras = host.extras_of(inputs, self.lists.run(inputs) if self.lists else None)
-        self.main((inputs.q, inputs.k, inputs.v, out, lse, extras))
+        boxes = at(self.boxes, (inputs.k, inputs.v))
+        self.main((inputs.q, inputs.k, inputs.v, out, lse, *boxes, extras))
         for launch, tensor in zip(self.tails, (out, lse), strict=False):
             launch((tensor, extras.cu_seqlens_q))

@@ -66,6 +66,15 @@ def load_tile(ptr, stride, first, cols, row_begin, row_end, num_cols, ROWS: tl.c
 
 
 @triton.jit
+def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same tile by the bulk copy engine (TMA), from a descriptor of the whole tensor: no address arithmetic at all.
+
+    Past the tensor's end it reads zeros, so only tiles whose rows all exist may come this way.
+    """
+    return desc.load([batch, row, head, 0]).reshape(ROWS, COLS)
+
+
+@triton.jit
 def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
     addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
     inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
@@ -237,16 +246,6 @@ def softmax_step(s, row_max, row_sum, acc, unit_log2):
     rescale = tl.exp2((row_max - origin) * unit_log2)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     return p, new_max, row_sum, acc * rescale[:, None]
-
-
-@triton.jit
-def settle(acc):
-    """acc, through an instruction that is none: the product that made it is waited for here, not in the next iteration.
-
-    On sm_90 Triton leaves that product in flight across the loop's back edge, where ptxas finds registers of the next
-    product being cleared beside it and serialises every wgmma of the kernel (its warning C7515).
-    """
-    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilewise.backends.triton.arguments import Tile
+from tilewise.backends.triton.launch import INTERPRETED
 from tilewise.device import DeviceFacts
 from tilewise.problem import Problem
 
@@ -115,8 +116,9 @@ def choose_row(kernel: str, headdim: int, headdim_v: int, itemsize: int, facts: 
     return next(row for row in _table(kernel, itemsize, facts) if dim <= row.dim)
 
 
-def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts) -> Shape:
-    """The tile and warps of one kernel for a problem on a device."""
+def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
+    """The tile and warps of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
+    hopper = facts.arch == "sm_90" and not INTERPRETED
     row = choose_row(kernel, problem.headdim, problem.headdim_v, problem.dtype.itemsize, facts)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
@@ -131,7 +133,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts) -> Shape:
         num_d=-(-problem.headdim // block_d),
         num_dv=-(-problem.headdim_v // block_dv),
         stages=row.stages,
-        settle=facts.arch == "sm_90",
-        lanes=max(1, 32 * row.warps // row.block_m) if kernel == "keys" and facts.arch == "sm_90" else 1,
+        boxes=hopper and whole and align > 1 and problem.dtype.itemsize == 2,
+        lanes=max(1, 32 * row.warps // row.block_m) if kernel == "keys" and hopper else 1,
     )
     return Shape(tile, row.warps)
