@@ -93,6 +93,7 @@ class Mode(NamedTuple):
     softcap: bool
     dropout: bool
     scale_first: bool  # scores become natural units before their maximum is taken: always right, one operation more
+    precise: bool  # fp32 inputs: exponentials to fp32 rounding
     align: int  # elements that every stride and address of q, k, v and out is a multiple of; 1 promises nothing
     bias_align: int  # the same for bias and mask, whose keys are then contiguous; 1 promises nothing
     mask_align: int
@@ -113,7 +114,6 @@ class Tile(NamedTuple):
     num_dv: int
     stages: int
     boxes: bool  # full tiles come through TMA descriptors (primitives.load_box)
-    lanes: int  # see backward.load_row_statistics
 
 
 class Box(NamedTuple):

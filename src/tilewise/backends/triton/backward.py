@@ -63,27 +63,16 @@ def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, se
     if MODE.scale_first:
         s, slack = P.modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED,
                                    MODE)
-        p = tl.exp2((s - lse) * P.LOG2E)
+        p = P.exp(s - lse, MODE.precise)
     else:
         p = tl.exp2(s * (scalars.softmax_scale * P.LOG2E) - lse * P.LOG2E)
     return p, slack
 
 
 @triton.jit
-def load_row_statistics(ptr, first, row_end, EMPTY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """lse or delta of rows; EMPTY stands for rows past the end, and for the -inf of a row that sees no key.
-
-    LANES > 1 loads each number once for a row of so many threads and sums the others' zeros: Triton repeats the load of a
-    vector shorter than the block of threads in whatever layout uses it, here sixteen loads a thread.
-    """
-    rows = first + tl.arange(0, ROWS)
-    if LANES > 1:
-        lanes = tl.arange(0, LANES)
-        real = (rows < row_end)[:, None] & (lanes == 0)[None, :]
-        values = tl.sum(tl.load(ptr + rows[:, None] + lanes[None, :], mask=real, other=0.0), 1)
-        values = tl.where(rows < row_end, values, EMPTY)
-    else:
-        values = tl.load(ptr + rows, mask=rows < row_end, other=EMPTY)
+def load_row_statistics(ptr, rows, row_end, EMPTY: tl.constexpr):
+    """lse or delta of rows; EMPTY stands for rows past the end, and for the -inf of a row that sees no key."""
+    values = tl.load(ptr + rows, mask=rows < row_end, other=EMPTY)
     return tl.where(values == float("-inf"), EMPTY, values)
 
 
@@ -101,8 +90,8 @@ def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, 
 
 
 @triton.jit
-def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, strides, extras,
-             extra_strides, sizes, scalars, slope, batch, head, q_start, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc, delta_desc,
+             strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
              MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries)."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -112,14 +101,17 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
     v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
-    lse = load_row_statistics(lse_ptr, m_begin, seqlen_q, float("inf"), TILE.block_m, TILE.lanes)[None, :]
-
     BOXES: tl.constexpr = TILE.boxes and not MASKED
     box_batch = 0 if MODE.varlen else batch
     box_row = q_start.to(tl.int32) + m_begin
-    if BOXES:
+    if BOXES:  # the statistics too: Triton would repeat a plain load of so short a vector sixteen times a thread
         q = P.load_box(q_desc, box_batch, box_row, head, TILE.block_m, TILE.block_d)
+        lse = lse_desc.load([stats.to(tl.int32) + m_begin])
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)[None, :]
+        delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
+        lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))[None, :]
+        delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)[None, :]
         q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d,
                         MASKED, MODE.align)
     if TILE.num_d == 1:
@@ -159,7 +151,7 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                          TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
-        ds = p * (dp - load_row_statistics(delta_ptr, m_begin, seqlen_q, 0.0, TILE.block_m, TILE.lanes)[None, :])
+        ds = p * (dp - delta)
         if MASKED:
             ds = tl.where(keep, ds, 0.0)
         if GRADS.bias == "col":
@@ -171,7 +163,7 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 @triton.jit
 def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc, dout_desc,
-                         extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+                         lse_desc, delta_desc, extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
 
     Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
@@ -232,8 +224,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             else:
                 m_block = full_first + step
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, q_desc, dout_desc,
-                strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
+                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 False, MODE, TILE, GRADS)
         for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
             if MODE.lists:
@@ -241,8 +233,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             else:
                 m_block = tl.where(step < num_left, first + step, full_last + step - num_left)
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr + stats, delta_ptr + stats, q_desc, dout_desc,
-                strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
+                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 True, MODE, TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
@@ -352,8 +344,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
     stats = P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
-    lse = load_row_statistics(lse_ptr + stats, m_begin, seqlen_q, float("inf"), TILE.block_m, 1)
-    delta = load_row_statistics(delta_ptr + stats, m_begin, seqlen_q, 0.0, TILE.block_m, 1)
+    lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
+    delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
     q = 0
     dout = 0
     if TILE.num_d == 1:
@@ -449,8 +441,8 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         k_head = P.head_address(k_ptr, strides.k, batch, start, head // sizes.group, MODE.align)
         v_head = P.head_address(v_ptr, strides.v, batch, start, head // sizes.group, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
-        lse = load_row_statistics(lse_ptr + stats, m_begin, seqlen_q, float("inf"), TILE.block_m, 1)
-        delta = load_row_statistics(delta_ptr + stats, m_begin, seqlen_q, 0.0, TILE.block_m, 1)
+        lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
+        delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
         s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
         p, _ = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,15 @@ def contiguous_stride(tensor: torch.Tensor, align: int) -> Stride:
     return Stride(row * head * channel // align if lead else 0, head * channel // align, channel // align, 1)
 
 
+class KeyLaunch(NamedTuple):
+    """A launch of the key gradients' kernel: which of them, through which descriptors, over which block lists."""
+
+    launch: Launch
+    grads: Grads
+    boxes: tuple[Any, ...]
+    lists: ListPlan | None
+
+
 class BackwardPlan:
     """The launches of one backward and how their parts make the gradients asked for."""
 
@@ -58,10 +67,10 @@ class BackwardPlan:
         grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device = q.device
-        self.fits_boxes = host.fits_boxes(tensors)
+        self.rows = problem.nheads * (problem.total_q if problem.varlen else problem.batch * problem.seqlen_q)
+        self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
-        self.key_boxes: tuple[Any, Any] = (None, None)
         self.query_boxes: tuple[Any, Any] = (None, None)
         self._plan_delta(inputs)
         if self.wants_keys:
@@ -112,21 +121,33 @@ class BackwardPlan:
         return (dtype, dtype, dtype, dtype, fp32, fp32, *outputs, types_of(inputs, lists))
 
     def _plan_keys(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor) -> None:
-        problem, needs = self.problem, self.problem.needs_grad
-        tile, warps = self._shape("keys")
+        """One launch for dk and dv; two, each with the registers for itself, where the head dimension asks for it."""
+        needs, column_sums = self.problem.needs_grad, self.kind == "col"
+        together = "k" in needs and "v" in needs and not tiles.splits_keys(self.problem, device_facts(self.device))
+        wanted = [Grads(False, "k" in needs, "v" in needs, "col" if column_sums else "", False)]
+        if not together:
+            wanted = [
+                Grads(False, "k" in needs, False, "col" if column_sums else "", False),
+                Grads(False, False, "v" in needs, "", False),
+            ]
+        wanted = [grads for grads in wanted if grads.k or grads.v or grads.bias]
+        self.keys = [self._plan_key_launch(inputs, q, dout, grads) for grads in wanted]
+
+    def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
+        problem, dtype = self.problem, self.problem.dtype
+        tile, warps = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
+        boxes: tuple[Any, ...] = (None,) * 4
         if tile.boxes:
-            self.key_boxes = (host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv))
-        self.key_lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
-        grads = Grads(False, "k" in needs, "v" in needs, "col" if self.kind == "col" else "", False)
-        dtype = problem.dtype
-        pointers = self._pointers(
-            inputs, self.mode.lists, dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None,
-            *self.key_boxes,
-        )
-        parts = max(tile.num_d, tile.num_dv)
-        grid = blocks(problem.seqlen_k, tile.block_n) * parts * problem.nheads_k * problem.batch
-        tail = (*self._tail(inputs, tile, self.key_lists), grads)
-        self.keys = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+            line = host.line_of(self.rows, tile.block_m)
+            q_box, dout_box = host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv)
+            boxes = (q_box, dout_box, line, line)
+        lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
+        outputs = (dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None)
+        pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
+        grid = blocks(problem.seqlen_k, tile.block_n) * max(tile.num_d, tile.num_dv) * problem.nheads_k * problem.batch
+        tail = (*self._tail(inputs, tile, lists), grads)
+        launch = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+        return KeyLaunch(launch, grads, boxes, lists)
 
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
@@ -181,9 +202,11 @@ class BackwardPlan:
         shared = (inputs.q, inputs.k, inputs.v, dout, lse, delta)
         if self.wants_keys:
             dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
-            listed = extras._replace(lists=self.key_lists.run(inputs)) if self.key_lists else extras
-            boxes = at(self.key_boxes, (inputs.q, dout))
-            self.keys((*shared, grads.get("k"), grads.get("v"), dbias, *boxes, listed))
+            for launch, asked, key_boxes, lists in self.keys:
+                listed = extras._replace(lists=lists.run(inputs)) if lists else extras
+                boxes = at(key_boxes, (inputs.q, dout, lse, delta))
+                outputs = (grads["k"] if asked.k else None, grads["v"] if asked.v else None, dbias if asked.bias else None)
+                launch((*shared, *outputs, *boxes, listed))
             if dbias is not None:
                 grads["bias"] = self._reduced(dbias[:, :, None, :])
         if self.wants_queries:

@@ -57,6 +57,11 @@ def box_of(tensor: torch.Tensor, rows: int, channels: int) -> Box:
     return Box(tensor.dtype, shape, (*strides[:3], 1), (1, rows, 1, channels))
 
 
+def line_of(numbers: int, block: int) -> Box:
+    """A TMA descriptor of so many fp32 numbers in a row, for pieces of ``block``."""
+    return Box(torch.float32, (numbers,), (1,), (block,))
+
+
 def fits_boxes(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether TMA takes the tensors as they lie: expanded dimensions, of stride 0, are left to plain loads."""
     return all(
@@ -131,6 +136,7 @@ def mode_of(problem: Problem, marks: Marks) -> Mode:
         softcap=problem.softcap > 0,
         dropout=rng.threshold(problem.dropout_p) > 0,
         scale_first=scored or problem.softmax_scale <= 0 or problem.dtype == torch.float32,
+        precise=problem.dtype == torch.float32,
         align=marks.align,
         bias_align=marks.bias,
         mask_align=marks.mask,

@@ -17,8 +17,8 @@ from tilewise.backends.triton import primitives as P
 
 @triton.jit
 def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
-                 TILE: tl.constexpr):
+                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+                 SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows."""
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
@@ -53,12 +53,9 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
         v = P.load_tile(v_ptr, strides.v, n_begin, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_n,
                         TILE.block_dv, MASKED, MODE.align)
 
-    unit_log2 = P.LOG2E
-    if MODE.scale_first:
+    if SCALE_FIRST:
         s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, extra_strides, scalars, batch, head,
                                seqlen_q, seqlen_k, MASKED, MODE)
-    else:
-        unit_log2 = scalars.softmax_scale * P.LOG2E
     if MASKED:
         keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
@@ -68,7 +65,10 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
             v = tl.where(seen[:, None], v, 0.0)  # 0 * NaN: a value that no row sees may hold anything
         s = tl.where(keep, s, float("-inf"))
 
-    p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, unit_log2)
+    if SCALE_FIRST:
+        p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, MODE.precise)
+    else:
+        p, row_max, row_sum, acc = P.fused_softmax_step(s, row_max, row_sum, acc, scalars.softmax_scale * P.LOG2E)
     if MODE.dropout:
         seed = tl.load(extras.seed)
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
@@ -78,15 +78,54 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, unit, sink):
+def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+           m_block, v_block, seqlen_q, seqlen_k, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Softmax state of a block of rows over all its keys; row_max in natural units."""
+    m_begin = m_block * TILE.block_m
+    m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
+    acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
+    row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
+    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
+    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    num_left = full_first - first
+    num_full = full_last - full_first
+    num_masked = num_left + last - full_last
+    MASKED_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # a band has one or two such tiles
+    if MODE.lists:
+        list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                      m_begin < seqlen_q)
+    for step in tl.range(0, num_full, num_stages=TILE.stages):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + step)
+        else:
+            n_block = full_first + step
+        acc, row_max, row_sum = forward_tile(
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, SCALE_FIRST, MODE, TILE)
+    for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + num_full + step)
+        else:
+            n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
+        acc, row_max, row_sum = forward_tile(
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, SCALE_FIRST, MODE, TILE)
+    if not SCALE_FIRST:
+        row_max *= P.LN2
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
     """Output rows and natural-log lse of a finished state; a row without keys gives 0 and -inf, or the sink."""
-    row_max *= unit
     total_max = tl.maximum(row_max, sink)
     origin = tl.where(total_max == float("-inf"), 0.0, total_max)
-    share = tl.exp2((row_max - origin) * P.LOG2E)
-    row_sum = row_sum * share + tl.exp2((sink - origin) * P.LOG2E)
+    share = P.exp(row_max - origin, PRECISE)
+    row_sum = row_sum * share + P.exp(sink - origin, PRECISE)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    return acc * (share / divisor)[:, None], origin + tl.log2(row_sum) * P.LN2
+    return acc * (share / divisor)[:, None], origin + tl.log(row_sum)
 
 
 @triton.jit
@@ -108,13 +147,10 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc, extras
     q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
     k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     m_begin = m_block * TILE.block_m
-    m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
     q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
-
     rows = m_begin + tl.arange(0, TILE.block_m)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     q = 0
     if TILE.num_d == 1:
         q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
@@ -122,43 +158,21 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc, extras
     slope = 0.0
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-    acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
-    row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
-    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
-    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
-    num_left = full_first - first
-    num_full = full_last - full_first
-    num_masked = num_left + last - full_last
-    MASKED_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # a band has one or two such tiles
-    if MODE.lists:
-        list_ptr, num_full, num_masked = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
-                                                      m_begin < seqlen_q)
-    for step in tl.range(0, num_full, num_stages=TILE.stages):
-        if MODE.lists:
-            n_block = tl.load(list_ptr + step)
-        else:
-            n_block = full_first + step
-        acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, MODE, TILE)
-    for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
-        if MODE.lists:
-            n_block = tl.load(list_ptr + num_full + step)
-        else:
-            n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
-        acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
-
-    unit = 1.0
+    acc, row_max, row_sum = attend(
+        q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+        m_block, v_block, seqlen_q, seqlen_k, MODE.scale_first, MODE, TILE)
     if not MODE.scale_first:
-        unit = scalars.softmax_scale
+        size = tl.max(tl.where(row_max == float("-inf"), 0.0, tl.abs(row_max)))
+        if size * P.LOG2E > P.EXACT_LIMIT:
+            acc, row_max, row_sum = attend(
+                q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+                k_start, m_block, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
+
     sink = float("-inf")
     if MODE.sink:
         sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
-    out, lse = finish(acc, row_max, row_sum, unit, sink)
+    out, lse = finish(acc, row_max, row_sum, sink, MODE.precise)
     if MODE.dropout:
         out *= scalars.keep_scale
     out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)

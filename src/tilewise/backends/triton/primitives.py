@@ -12,6 +12,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+EXACT_LIMIT = tl.constexpr(1024.0)  # |score| in log2 units whose rounding moves p by less than 2 ** -14
 
 
 @triton.jit
@@ -234,16 +235,51 @@ def alibi_distance(i, j, seqlen_q, seqlen_k):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, acc, unit_log2):
-    """One step of the online softmax: p = 2 ** (unit_log2 * (s - row_max)), state rescaled to the new maximum.
+def exp(x, PRECISE: tl.constexpr):
+    """exp(x). PRECISE, for fp32 inputs: 1 unit in the last place where the hardware's exp2(x log2 e) has several.
 
-    The maximum is subtracted before the multiplication: a fused multiply-add of the product would leave the rounding error
-    of unit_log2 * row_max in the exponent, which is not small where scores are huge.
+    x = n ln 2 + r with |r| <= ln 2 / 2 in two steps (Cody and Waite), then a polynomial in r (Cephes' expf coefficients).
+    """
+    if PRECISE:
+        n = tl.floor(x * LOG2E + 0.5)
+        r = x - n * 0.693359375
+        r = r + n * 2.12194440e-4
+        series = 1.9875691500e-4
+        series = series * r + 1.3981999507e-3
+        series = series * r + 8.3334519073e-3
+        series = series * r + 4.1665795894e-2
+        series = series * r + 1.6666665459e-1
+        series = series * r + 5.0000001201e-1
+        return tl.where(x < -103.0, 0.0, (series * r * r + r + 1.0) * tl.exp2(n))
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum, acc, PRECISE: tl.constexpr):
+    """One step of the online softmax on scores in natural units: p = exp(s - row_max), the state rescaled.
+
+    The maximum is subtracted first, so that the exponent of the largest score is exactly 0, however large it is.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1))
     origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
-    p = tl.exp2((s - origin[:, None]) * unit_log2)
-    rescale = tl.exp2((row_max - origin) * unit_log2)
+    p = exp(s - origin[:, None], PRECISE)
+    rescale = exp(row_max - origin, PRECISE)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, new_max, row_sum, acc * rescale[:, None]
+
+
+@triton.jit
+def fused_softmax_step(s, row_max, row_sum, acc, unit):
+    """The same on raw products, ``unit`` = softmax_scale * log2(e) > 0, with row_max in log2 units: an operation less.
+
+    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded, so the largest p is 2 to the
+    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores, where the caller starts again.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * unit - origin[:, None])
+    rescale = tl.exp2(row_max - origin)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     return p, new_max, row_sum, acc * rescale[:, None]
 

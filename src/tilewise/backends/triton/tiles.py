@@ -38,21 +38,33 @@ class Shape(NamedTuple):
 Table = tuple[Row, ...]
 
 _FORWARD_90: Table = (
-    Row(64, 128, 128, 8, 3, "first guess"),
-    Row(128, 128, 128, 8, 2, "first guess"),
-    Row(256, 128, 64, 8, 2, "first guess"),
+    Row(64, 64, 128, 4, 3, "first guess"),
+    Row(128, 64, 64, 4, 3, "first guess"),
+    Row(256, 128, 32, 8, 3, "first guess"),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
 _KEYS_90: Table = (
-    Row(64, 64, 128, 8, 3, "first guess"),
-    Row(128, 64, 128, 8, 2, "first guess"),
+    Row(64, 64, 64, 4, 3, "first guess"),
+    Row(128, 64, 64, 4, 2, "first guess"),
     Row(256, 64, 64, 8, 2, "first guess"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
+_KEYS_K_90: Table = (
+    Row(64, 64, 64, 4, 3, "first guess"),
+    Row(128, 64, 64, 4, 2, "first guess"),
+    Row(256, 64, 128, 8, 1, "first guess"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
+_KEYS_V_90: Table = (
+    Row(64, 64, 64, 4, 3, "first guess"),
+    Row(128, 64, 64, 4, 2, "first guess"),
+    Row(256, 64, 128, 8, 2, "first guess"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
 _QUERIES_90: Table = (
-    Row(64, 128, 64, 8, 3, "first guess"),
-    Row(128, 128, 64, 8, 3, "first guess"),
-    Row(256, 64, 64, 8, 2, "first guess"),
+    Row(64, 128, 64, 4, 3, "first guess"),
+    Row(128, 64, 64, 4, 2, "first guess"),
+    Row(256, 128, 32, 8, 3, "first guess"),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
 )
 _FORWARD_80: Table = (
@@ -87,6 +99,16 @@ _FP32: Table = (
 )
 
 
+_TABLES_90: dict[str, Table] = {
+    "forward": _FORWARD_90,
+    "keys": _KEYS_90,
+    "keys_k": _KEYS_K_90,
+    "keys_v": _KEYS_V_90,
+    "queries": _QUERIES_90,
+    "bias": _SMALL,
+}
+
+
 def family(facts: DeviceFacts) -> str:
     """Devices that share tables: Hopper and datacentre Blackwell, Ampere's datacentre chip, everything smaller."""
     if facts.arch in ("sm_90", "sm_100", "sm_103"):
@@ -99,7 +121,7 @@ def _table(kernel: str, itemsize: int, facts: DeviceFacts) -> Table:
         return _FP32
     kind = family(facts)
     if kind == "sm_90":
-        return {"forward": _FORWARD_90, "keys": _KEYS_90, "queries": _QUERIES_90, "bias": _SMALL}[kernel]
+        return _TABLES_90[kernel]
     if kind == "sm_80":
         return {"forward": _FORWARD_80, "bias": _SMALL}.get(kernel, _BACKWARD_80)
     return _SMALL if kernel in ("forward", "bias") else _SMALL_BACKWARD
@@ -111,9 +133,14 @@ def power_of_two(size: int) -> int:
 
 
 def choose_row(kernel: str, headdim: int, headdim_v: int, itemsize: int, facts: DeviceFacts) -> Row:
-    """The row of the tables for a kernel: "forward", "keys", "queries" or "bias"."""
+    """The row of the tables for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries", "bias"."""
     dim = max(headdim, headdim_v)
     return next(row for row in _table(kernel, itemsize, facts) if dim <= row.dim)
+
+
+def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
+    """Whether dk and dv come from two launches: on sm_90 their accumulators of over 128 channels do not fit together."""
+    return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
@@ -132,8 +159,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         block_dv=block_dv,
         num_d=-(-problem.headdim // block_d),
         num_dv=-(-problem.headdim_v // block_dv),
-        stages=row.stages,
+        stages=row.stages if align > 1 else 1,  # what is not aligned cannot be copied ahead
         boxes=hopper and whole and align > 1 and problem.dtype.itemsize == 2,
-        lanes=max(1, 32 * row.warps // row.block_m) if kernel == "keys" and hopper else 1,
     )
     return Shape(tile, row.warps)
