@@ -129,8 +129,8 @@ def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc, extras, strides, extra_strides, sizes, scalars,
-                   MODE: tl.constexpr, TILE: tl.constexpr):
+def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, extras, strides, extra_strides, sizes,
+                   scalars, MODE: tl.constexpr, TILE: tl.constexpr):
     """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
 
     Blocks of one head run together, so its keys stay in the L2 cache; under a causal band the longest rows start first.
@@ -152,7 +152,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc, extras
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
-    if TILE.num_d == 1:
+    if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result
+        q = P.load_box(q_desc, 0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, TILE.block_m, TILE.block_d)
+    elif TILE.num_d == 1:
         q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
                         TILE.block_d, True, MODE.align)
     slope = 0.0

@@ -107,11 +107,11 @@ class ForwardPlan:
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         marks = host.marks_of(inputs, tensors)
         tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
-        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors[1:3]))
-        self.boxes: tuple[Any, Any] = (None, None)
+        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors[:3]))
+        self.boxes: tuple[Any, ...] = (None, None, None)
         if tile.boxes:
-            k, v = tensors[1:3]
-            self.boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
+            sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
+            self.boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors[:3], sides, strict=True))
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         tail = (
@@ -137,7 +137,7 @@ class ForwardPlan:
         extras = NO_EXTRAS
         if self.has_extras:
             extras = host.extras_of(inputs, self.lists.run(inputs) if self.lists else None)
-        boxes = at(self.boxes, (inputs.k, inputs.v))
+        boxes = at(self.boxes, (inputs.q, inputs.k, inputs.v))
         self.main((inputs.q, inputs.k, inputs.v, out, lse, *boxes, extras))
         for launch, tensor in zip(self.tails, (out, lse), strict=False):
             launch((tensor, extras.cu_seqlens_q))

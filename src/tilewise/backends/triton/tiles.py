@@ -99,6 +99,13 @@ _FP32: Table = (
 )
 
 
+_UNALIGNED: Table = (
+    Row(128, 32, 32, 4, 1, "single elements are loaded, each with an address: registers bound the tile, and a larger one"
+        " made ptxas 12.8 spill the descriptors of its wgmma and read outside of shared memory"),
+    Row(256, 16, 32, 4, 1, "the same, 256 channels"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)  # fmt: skip
+
 _TABLES_90: dict[str, Table] = {
     "forward": _FORWARD_90,
     "keys": _KEYS_90,
@@ -116,9 +123,11 @@ def family(facts: DeviceFacts) -> str:
     return "sm_80" if facts.arch == "sm_80" else "small"
 
 
-def _table(kernel: str, itemsize: int, facts: DeviceFacts) -> Table:
+def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int) -> Table:
     if itemsize == 4:
         return _FP32
+    if align == 1:
+        return _UNALIGNED
     kind = family(facts)
     if kind == "sm_90":
         return _TABLES_90[kernel]
@@ -132,10 +141,10 @@ def power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def choose_row(kernel: str, headdim: int, headdim_v: int, itemsize: int, facts: DeviceFacts) -> Row:
+def choose_row(kernel: str, headdim: int, headdim_v: int, itemsize: int, facts: DeviceFacts, align: int) -> Row:
     """The row of the tables for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries", "bias"."""
     dim = max(headdim, headdim_v)
-    return next(row for row in _table(kernel, itemsize, facts) if dim <= row.dim)
+    return next(row for row in _table(kernel, itemsize, facts, align) if dim <= row.dim)
 
 
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
@@ -146,7 +155,7 @@ def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
     """The tile and warps of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
     hopper = facts.arch == "sm_90" and not INTERPRETED
-    row = choose_row(kernel, problem.headdim, problem.headdim_v, problem.dtype.itemsize, facts)
+    row = choose_row(kernel, problem.headdim, problem.headdim_v, problem.dtype.itemsize, facts, align)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
     block_dv = power_of_two(problem.headdim_v) if whole else PART
@@ -159,7 +168,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         block_dv=block_dv,
         num_d=-(-problem.headdim // block_d),
         num_dv=-(-problem.headdim_v // block_dv),
-        stages=row.stages if align > 1 else 1,  # what is not aligned cannot be copied ahead
+        stages=row.stages,
         boxes=hopper and whole and align > 1 and problem.dtype.itemsize == 2,
     )
     return Shape(tile, row.warps)
