@@ -17,9 +17,11 @@ from tilewise.backends.triton import primitives as P
 
 
 @triton.jit
-def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dsink_ptr, extras, strides, extra_strides, sizes,
+def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, strides, extra_strides, sizes,
                  MODE: tl.constexpr, TILE: tl.constexpr):
-    """delta = rowsum(dout out) - dlse; with a sink also each block's part of dsink = -sum exp(sink - lse) delta.
+    """delta = rowsum(dout out) - dlse and a copy of lse, with +inf for the -inf of a row that sees no key (p is 0 then).
+
+    With a sink also each block's part of dsink = -sum exp(sink - lse) delta.
 
     Grid: (row blocks, heads, batch) in one dimension, row blocks fastest.
     """
@@ -45,11 +47,12 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dsink_ptr, ext
         delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
-    if delta_ptr is not None:
-        tl.store(delta_ptr + stats + rows, delta, mask=rows < seqlen_q)
+    lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+    own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
+    tl.store(delta_ptr + own, delta, mask=rows < seqlen_q)
+    tl.store(row_lse_ptr + own, tl.where(lse == float("-inf"), float("inf"), lse), mask=rows < seqlen_q)
     if dsink_ptr is not None:
         sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
-        lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
         weight = tl.exp2((sink - lse) * P.LOG2E)
         total = tl.sum(tl.where(rows < seqlen_q, weight * delta, 0.0))
         tl.store(dsink_ptr + program, tl.where(sink == float("-inf"), 0.0, -total))  # -inf - -inf is no weight
@@ -67,13 +70,6 @@ def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, se
     else:
         p = tl.exp2(s * (scalars.softmax_scale * P.LOG2E) - lse * P.LOG2E)
     return p, slack
-
-
-@triton.jit
-def load_row_statistics(ptr, rows, row_end, EMPTY: tl.constexpr):
-    """lse or delta of rows; EMPTY stands for rows past the end, and for the -inf of a row that sees no key."""
-    values = tl.load(ptr + rows, mask=rows < row_end, other=EMPTY)
-    return tl.where(values == float("-inf"), EMPTY, values)
 
 
 @triton.jit
@@ -106,12 +102,11 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     box_row = q_start.to(tl.int32) + m_begin
     if BOXES:  # the statistics too: Triton would repeat a plain load of so short a vector sixteen times a thread
         q = P.load_box(q_desc, box_batch, box_row, head, TILE.block_m, TILE.block_d)
-        lse = lse_desc.load([stats.to(tl.int32) + m_begin])
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)[None, :]
+        lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
-        lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))[None, :]
-        delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)[None, :]
+        lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
         q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d,
                         MASKED, MODE.align)
     if TILE.num_d == 1:
@@ -210,7 +205,7 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
         head = head_k * sizes.group + sharer
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-        stats = P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
@@ -343,9 +338,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-    stats = P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
-    lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
-    delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
+    stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+    lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+    delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
     q = 0
     dout = 0
     if TILE.num_d == 1:
@@ -436,13 +431,13 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-        stats = P.row_index(batch, head, start, sizes, seqlen_q, False)
+        stats = P.statistic_index(batch, head, start, sizes, seqlen_q, False)
         q_head = P.head_address(q_ptr, strides.q, batch, start, head, MODE.align)
         k_head = P.head_address(k_ptr, strides.k, batch, start, head // sizes.group, MODE.align)
         v_head = P.head_address(v_ptr, strides.v, batch, start, head // sizes.group, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
-        lse = load_row_statistics(lse_ptr + stats, rows, seqlen_q, float("inf"))
-        delta = load_row_statistics(delta_ptr + stats, rows, seqlen_q, 0.0)
+        lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+        delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
         s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
         p, _ = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,

@@ -67,7 +67,8 @@ class BackwardPlan:
         grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device = q.device
-        self.rows = problem.nheads * (problem.total_q if problem.varlen else problem.batch * problem.seqlen_q)
+        lengths = problem.total_q // 4 * 4 + 4 * problem.batch + 4  # as primitives.statistic_index counts
+        self.rows = problem.nheads * (lengths if problem.varlen else problem.batch * (-(-problem.seqlen_q // 4) * 4))
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
@@ -108,7 +109,7 @@ class BackwardPlan:
         wants_sink = "sink" in problem.needs_grad
         fp32 = torch.float32
         pointers = (
-            problem.dtype, problem.dtype, fp32, fp32 if self.has_dlse else None, fp32, fp32 if wants_sink else None,
+            problem.dtype, problem.dtype, fp32, fp32 if self.has_dlse else None, fp32, fp32, fp32 if wants_sink else None,
             types_of(inputs, lists=False),
         )  # fmt: skip
         strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
@@ -194,17 +195,17 @@ class BackwardPlan:
                 like = getattr(inputs, name)
                 grads[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         extras = host.extras_of(inputs)
-        delta = torch.empty_like(lse)
+        row_lse, delta = torch.empty((2, self.rows), dtype=torch.float32, device=self.device)
         dsink = self._parts(self.row_blocks) if "sink" in problem.needs_grad else None
-        self.delta((out, dout, lse, dlse, delta, dsink, extras))
+        self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
         if dsink is not None:
             grads["sink"] = dsink.sum(-1)
-        shared = (inputs.q, inputs.k, inputs.v, dout, lse, delta)
+        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
         if self.wants_keys:
             dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
             for launch, asked, key_boxes, lists in self.keys:
                 listed = extras._replace(lists=lists.run(inputs)) if lists else extras
-                boxes = at(key_boxes, (inputs.q, dout, lse, delta))
+                boxes = at(key_boxes, (inputs.q, dout, row_lse, delta))
                 outputs = (grads["k"] if asked.k else None, grads["v"] if asked.v else None, dbias if asked.bias else None)
                 launch((*shared, *outputs, *boxes, listed))
             if dbias is not None:

@@ -316,11 +316,20 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
 
 @triton.jit
 def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
-    """Where a head's rows start in lse and delta: (batch, nheads, seqlen_q), or (nheads, total_q) for varlen."""
+    """Where a head's rows start in lse and dlse: (batch, nheads, seqlen_q), or (nheads, total_q) for varlen."""
     if VARLEN:
         return head.to(tl.int64) * sizes.total_q + start
     else:
         return (batch.to(tl.int64) * sizes.nheads + head) * seqlen_q
+
+
+@triton.jit
+def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
+    """The same in the backward's own lse and delta: always a multiple of 4 numbers, which TMA asks for (16 bytes)."""
+    if VARLEN:
+        return head.to(tl.int64) * (sizes.total_q // 4 * 4 + 4 * sizes.batch + 4) + (start + 4 * batch) // 4 * 4
+    else:
+        return (batch.to(tl.int64) * sizes.nheads + head) * ((seqlen_q + 3) // 4 * 4)
 
 
 @triton.jit
