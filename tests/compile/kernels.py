@@ -45,7 +45,11 @@ def recorded(facts: DeviceFacts) -> Iterator[list[Wanted]]:
         def __init__(self, kernel: Any, grid: int, pointers: Any, tail: Any, config: Any, device: Any) -> None:
             wanted.append(Wanted(kernel, (*pointers, *tail), config))
 
-    saved = [(module, name, getattr(module, name)) for module in (plans, backward_plan) for name in ("Launch", "device_facts")]
+    saved = [
+        (module, name, getattr(module, name))
+        for module in (plans, backward_plan)
+        for name in ("Launch", "device_facts")
+    ]
     for module in (plans, backward_plan):
         module.Launch, module.device_facts = Record, lambda device: facts
     try:
@@ -55,10 +59,12 @@ def recorded(facts: DeviceFacts) -> Iterator[list[Wanted]]:
             setattr(module, name, value)
 
 
-def launches(arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool, **options: Any) -> list[Wanted]:
+def launches(
+    arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool, **options: Any
+) -> list[Wanted]:
     """What one call on CPU tensors would launch on ``arch``, every gradient asked for."""
     plain = dict.fromkeys(Arguments._fields) | {
-        "causal": "none", "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "needs_grad": [], "backend": "triton",
+        "causal": "none", "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "needs_grad": [], "backend": "auto",
     }  # fmt: skip
     needs = [n for n in GRAD_NAMES if n in ("q", "k", "v") or n in options] if backward else []
     problem, inputs = describe(Arguments(**{**plain, "q": q, "k": k, "v": v, "needs_grad": needs, **options}))

@@ -78,10 +78,12 @@ def test_dropout_mask_is_the_cpus():
     assert torch.allclose(here, there.cpu(), atol=1e-6)
 
 
-@pytest.mark.parametrize("features", [("causal", "dropout", "sink"), ("bias_shared", "alibi"), ("mask", "bias")], ids=ids)
+@pytest.mark.parametrize(
+    "features", [("causal", "dropout", "sink"), ("bias_shared", "alibi"), ("mask", "bias")], ids=ids
+)
 def test_repeated_runs_are_bitwise_equal(features):
-    sample = sample_of(Spec(seqlen_q=700, seqlen_k=700, nheads=8, nheads_k=2, headdim=128, headdim_v=128, features=features,
-                            dtype=torch.bfloat16, device="cuda", requires_grad="all"))  # fmt: skip
+    sample = sample_of(Spec(seqlen_q=700, seqlen_k=700, nheads=8, nheads_k=2, headdim=128, headdim_v=128,
+                            features=features, dtype=torch.bfloat16, device="cuda", requires_grad="all"))  # fmt: skip
     first = gradients(sample, run(sample, deterministic=True))
     for _ in range(10):
         again = gradients(sample, run(sample, deterministic=True))
@@ -123,7 +125,11 @@ def test_long_rows_keep_their_precision():
 
 
 def test_empty_problems():
-    for shape_q, shape_k in (((2, 128, 8, 64), (2, 0, 8, 64)), ((2, 0, 8, 64), (2, 9, 8, 64)), ((0, 3, 8, 64), (0, 3, 8, 64))):
+    for shape_q, shape_k in (
+        ((2, 128, 8, 64), (2, 0, 8, 64)),
+        ((2, 0, 8, 64), (2, 9, 8, 64)),
+        ((0, 3, 8, 64), (0, 3, 8, 64)),
+    ):
         q, k = bf16(*shape_q).requires_grad_(), bf16(*shape_k).requires_grad_()
         out, lse = tilewise.attention_with_lse(q, k, k, causal=True, backend="triton")
         assert (out == 0).all()

@@ -24,7 +24,9 @@ def test_packed_sequences_and_spare_tokens(features):
 @pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_layouts_are_taken_as_they_are(layout, dtype):
-    check(Spec(batch=1, seqlen_q=20, seqlen_k=33, dtype=dtype, layout=layout, features=("causal",), requires_grad="all"))
+    check(
+        Spec(batch=1, seqlen_q=20, seqlen_k=33, dtype=dtype, layout=layout, features=("causal",), requires_grad="all")
+    )
 
 
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (24, 40), (72, 16), (5, 300), (272, 3)])

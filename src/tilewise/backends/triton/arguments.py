@@ -1,7 +1,7 @@
-"""What crosses from the host to the kernels: named tuples, so that a kernel reads ``strides.q.head`` and not ``stride_42``.
+"""What crosses from the host to the kernels: named tuples, so that a kernel reads ``strides.q.head``.
 
-Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``tl.constexpr`` is one
-compile-time value, so that ``MODE.causal`` costs nothing in the kernel and a feature that is off leaves no code behind.
+Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``tl.constexpr`` is
+one compile-time value, so that ``MODE.upper`` costs nothing in the kernel and a feature that is off leaves no code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Stride(NamedTuple):
-    """Strides of a (batch, seqlen, nheads, headdim) tensor, in units of ``Mode.align`` elements; varlen has batch = 0."""
+    """Strides of a (batch, seqlen, nheads, headdim) tensor in units of ``Mode.align`` elements; varlen: batch is 0."""
 
     batch: int
     row: int

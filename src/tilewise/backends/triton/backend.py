@@ -51,17 +51,21 @@ class Triton:
         """Seconds at the rates measured on an H200 (benchmarks/results), scaled by the number of multiprocessors."""
         if facts.type != "cuda":
             return 1e3
-        pairs = masks.kept_pairs(masks.band(problem), problem.seqlen_q, problem.seqlen_k) * problem.batch * problem.nheads
+        pairs = (
+            masks.kept_pairs(masks.band(problem), problem.seqlen_q, problem.seqlen_k) * problem.batch * problem.nheads
+        )
         products = 3.5 if problem.derivative == "backward" else 1.0
         rate = 20e12 if problem.dtype == torch.float32 else 450e12
         flops = 2.0 * pairs * (problem.headdim + problem.headdim_v) * products
         return 2e-5 + flops / (rate * max(facts.multiprocessors, 1) / 132)
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
-        """(out, lse) in one launch; a boolean mask or segments are scanned first, packed tokens without owner cleared."""
+        """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""
         q = inputs.q
         out = torch.empty((*q.shape[:-1], problem.headdim_v), dtype=q.dtype, device=q.device)
-        rows = (problem.nheads, problem.total_q) if problem.varlen else (problem.batch, problem.nheads, problem.seqlen_q)
+        rows = (
+            (problem.nheads, problem.total_q) if problem.varlen else (problem.batch, problem.nheads, problem.seqlen_q)
+        )
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         with _on_device(q.device):
             plan = self._plan(ForwardPlan, problem, inputs, (q, inputs.k, inputs.v, out))
@@ -87,7 +91,9 @@ class Triton:
         if dlse is not None:
             dlse = dlse.contiguous()
         with _on_device(dout.device):
-            plan = self._plan(BackwardPlan, problem, inputs, (inputs.q, inputs.k, inputs.v, out, dout), dlse is not None)
+            plan = self._plan(
+                BackwardPlan, problem, inputs, (inputs.q, inputs.k, inputs.v, out, dout), dlse is not None
+            )
             gradients: Gradients = plan.run(inputs, out, lse, dout, dlse)
         return gradients
 

@@ -1,25 +1,25 @@
-"""The backward: delta first, then two kernels that own their outputs, so that no atomics are needed and every run is equal.
+"""The backward: delta first, then two kernels that own their outputs: no atomics, every run gives equal bits.
 
     p = exp(s - lse)      dp = dout v^T      ds = p (dp - delta)      delta = rowsum(dout out) - dlse
-    dv = p^T dout         dk = scale ds^T q         dq = scale ds k         dbias = ds         dslope = -sum ds |distance|
+    dv = p^T dout         dk = scale ds^T q         dq = scale ds k       dbias = ds       dslope = -sum ds |distance|
 
-``key_gradients_kernel`` owns a block of keys and works on transposed tiles (keys, queries), so that p^T and ds^T are ready
+``key_gradients_kernel`` owns a block of keys and works on transposed tiles (keys, queries),
+so that p^T and ds^T are ready
 in registers as left operands; ``query_gradients_kernel`` owns a block of queries. Dao, "FlashAttention-2" (2023).
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton import primitives as P
+from tilewise.backends.triton import primitives as P  # noqa: N812
 
 
 @triton.jit
-def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, strides, extra_strides, sizes,
-                 MODE: tl.constexpr, TILE: tl.constexpr):
-    """delta = rowsum(dout out) - dlse and a copy of lse, with +inf for the -inf of a row that sees no key (p is 0 then).
+def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, strides,
+                 extra_strides, sizes, MODE: tl.constexpr, TILE: tl.constexpr):
+    """delta = rowsum(dout out) - dlse, and lse with +inf for the -inf of a row that sees no key, which makes p 0.
 
     With a sink also each block's part of dsink = -sum exp(sink - lse) delta.
 
@@ -40,10 +40,10 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, d
     delta = tl.full([TILE.block_m], 0.0, tl.float32)
     for part in tl.range(0, TILE.num_dv):
         cols = part * TILE.block_dv + tl.arange(0, TILE.block_dv)
-        out = P.load_tile(out_ptr, strides.out, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m, TILE.block_dv, True,
-                          MODE.align)
-        dout = P.load_tile(dout_ptr, strides.dout, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m, TILE.block_dv, True,
-                           MODE.align)
+        out = P.load_tile(out_ptr, strides.out, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m,
+                          TILE.block_dv, True, MODE.align)
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m,
+                           TILE.block_dv, True, MODE.align)
         delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
@@ -61,7 +61,7 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, d
 @triton.jit
 def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED: tl.constexpr,
                   MODE: tl.constexpr):
-    """p and the softcap's derivative from raw products and lse, which is +inf on rows that see nothing: p is 0 there."""
+    """p and the softcap's derivative from raw products and lse, which is +inf on rows that see nothing: p is 0."""
     slack = 1.0
     if MODE.scale_first:
         s, slack = P.modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED,
@@ -73,8 +73,8 @@ def probabilities(s, lse, i, j, slope, extras, strides, scalars, batch, head, se
 
 
 @triton.jit
-def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, b_begin, b_end, num_cols, BLOCK: tl.constexpr,
-            PARTS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, MODE: tl.constexpr):
+def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, b_begin, b_end, num_cols,
+            BLOCK: tl.constexpr, PARTS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, MODE: tl.constexpr):
     """a b^T over all channels, part by part: for head dimensions too large to keep on the chip."""
     total = tl.full([ROWS_A, ROWS_B], 0.0, tl.float32)
     for part in tl.range(0, PARTS):
@@ -86,8 +86,9 @@ def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, 
 
 
 @triton.jit
-def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc, delta_desc,
-             strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
+             delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_begin,
+             n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
              MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries)."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -107,20 +108,21 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     else:
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
-        q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d,
-                        MASKED, MODE.align)
+        q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m,
+                        TILE.block_d, MASKED, MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     else:
         s = product(k_ptr, strides.k, n_begin, 0, seqlen_k, q_ptr, strides.q, m_begin, row_begin, row_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
-    p, slack = probabilities(s, lse, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
+    p, slack = probabilities(s, lse, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
+                             True, MODE)
     if BOXES:
         dout = P.load_box(dout_desc, box_batch, box_row, head, TILE.block_m, TILE.block_dv)
     else:
-        dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v, TILE.block_m,
-                           TILE.block_dv, MASKED, MODE.align)
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v,
+                           TILE.block_m, TILE.block_dv, MASKED, MODE.align)
     if MASKED:
         keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
@@ -133,8 +135,8 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
             slack = tl.where(keep, slack, 0.0)
     p_kept = p
     if MODE.dropout:
-        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
-                              TILE.block_n, True)
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
+                              scalars.max_dropped, TILE.block_m, TILE.block_n, True)
         p_kept = tl.where(kept, p, 0.0)
     if GRADS.v:
         dv = tl.dot(p_kept.to(dout.dtype), dout, dv, input_precision=MODE.precision)
@@ -157,13 +159,15 @@ def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc, dout_desc,
-                         lse_desc, delta_desc, extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc,
+                         dout_desc, lse_desc, delta_desc, extras, strides, extra_strides, sizes, scalars,
+                         MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
 
     Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
 
-    Grid: (key blocks, channel parts, key heads, batch) in one dimension, key blocks fastest: the first see most queries.
+    Grid: (key blocks, channel parts, key heads, batch) in one dimension,
+    key blocks fastest: the first see most queries.
     """
     PARTS: tl.constexpr = TILE.num_d if TILE.num_d > TILE.num_dv else TILE.num_dv
     num_n_blocks = tl.cdiv(sizes.seqlen_k, TILE.block_n)
@@ -189,8 +193,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
         k = P.load_tile(k_ptr, strides.k, n_begin, tl.arange(0, TILE.block_d), 0, seqlen_k, TILE.headdim, TILE.block_n,
                         TILE.block_d, True, MODE.align)
     if TILE.num_dv == 1:
-        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), 0, seqlen_k, TILE.headdim_v, TILE.block_n,
-                        TILE.block_dv, True, MODE.align)
+        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), 0, seqlen_k, TILE.headdim_v,
+                        TILE.block_n, TILE.block_dv, True, MODE.align)
     dk = tl.full([TILE.block_n, TILE.block_d], 0.0, tl.float32)
     dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
 
@@ -220,7 +224,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
                 m_block = full_first + step
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
-                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats,
+                m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 False, MODE, TILE, GRADS)
         for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
             if MODE.lists:
@@ -229,7 +234,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
                 m_block = tl.where(step < num_left, first + step, full_last + step - num_left)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
-                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
+                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats,
+                m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
                 True, MODE, TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
@@ -249,8 +255,9 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
 
 @triton.jit
-def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc, strides,
-               extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, seqlen_q, seqlen_k,
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
+               strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part,
+               seqlen_q, seqlen_k,
                MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys)."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -267,15 +274,15 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
     if BOXES:
         k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
     else:
-        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d,
-                        MASKED, MODE.align)
+        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n,
+                        TILE.block_d, MASKED, MODE.align)
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
         s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
-    p, slack = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                             MASKED, MODE)
+    p, slack = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q,
+                             seqlen_k, MASKED, MODE)
     if TILE.num_dv == 1:
         if BOXES:
             v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
@@ -284,11 +291,11 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
                             TILE.block_n, TILE.block_dv, MASKED, MODE.align)
         dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
     else:
-        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end, TILE.headdim_v,
-                     TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
+        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end,
+                     TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
     if MODE.dropout:
-        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
-                              TILE.block_n, False)
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
+                              scalars.max_dropped, TILE.block_m, TILE.block_n, False)
         dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if MASKED:
@@ -314,8 +321,9 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr,
 
 
 @triton.jit
-def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dbias_ptr, dslopes_ptr, k_desc, v_desc,
-                           extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dbias_ptr, dslopes_ptr, k_desc,
+                           v_desc, extras, strides, extra_strides, sizes, scalars, MODE: tl.constexpr,
+                           TILE: tl.constexpr, GRADS: tl.constexpr):
     """dq of one query block; dbias as tiles of ds or as its row sums; each block's part of the ALiBi slopes' gradient.
 
     Grid: (query blocks, channel parts, heads, batch) in one dimension, query blocks fastest, the last first.
@@ -373,7 +381,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
             n_block = full_first + step
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
-            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
+            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin,
+            n_block * TILE.block_n, part, seqlen_q, seqlen_k,
             False, MODE, TILE, GRADS)
     for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
@@ -382,7 +391,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
             n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
-            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k,
+            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin,
+            n_block * TILE.block_n, part, seqlen_q, seqlen_k,
             True, MODE, TILE, GRADS)
 
     if GRADS.q:
@@ -393,14 +403,14 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     plane = batch.to(tl.int64) * sizes.nheads + head
     if GRADS.bias == "row":
         tl.store(dbias_ptr + plane * seqlen_q + rows, row_sum, mask=(rows < seqlen_q) & (part == 0))
-    if GRADS.alibi:
+    if GRADS.alibi:  # noqa: SIM102 (one condition is a constant, the other is not)
         if part == 0:
             tl.store(dslopes_ptr + plane * num_m_blocks + m_block, tl.sum(slope_sum))
 
 
 @triton.jit
-def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, extras, strides, extra_strides, sizes,
-                         scalars, bias_batch, bias_heads, MODE: tl.constexpr, TILE: tl.constexpr):
+def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, extras, strides, extra_strides,
+                         sizes, scalars, bias_batch, bias_heads, MODE: tl.constexpr, TILE: tl.constexpr):
     """One tile of the gradient of a bias that batch items or heads share: ds summed over them in fp32 registers.
 
     Grid: (key blocks, query blocks, bias heads, bias batch) in one dimension, key blocks fastest.
@@ -438,15 +448,15 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         dout_head = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
-        s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end, TILE.headdim,
-                    TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
-        p, _ = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                             True, MODE)
+        s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end,
+                    TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
+        p, _ = probabilities(s, lse[:, None], i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q,
+                             seqlen_k, True, MODE)
         dp = product(dout_head, strides.dout, m_begin, 0, seqlen_q, v_head, strides.v, n_begin, key_begin, key_end,
                      TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
         if MODE.dropout:
-            kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m,
-                                  TILE.block_n, False)
+            kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
+                                  scalars.max_dropped, TILE.block_m, TILE.block_n, False)
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
         keep = band_keep
         if MODE.lists:

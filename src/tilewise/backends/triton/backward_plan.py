@@ -1,4 +1,4 @@
-"""The launches of a backward: delta, key gradients, query gradients, and the bias gradient where batch or heads share it."""
+"""The launches of a backward: delta, key gradients, query gradients, and the gradient of a shared bias."""
 
 from __future__ import annotations
 
@@ -108,10 +108,8 @@ class BackwardPlan:
         self.row_blocks = blocks(problem.seqlen_q, DELTA_ROWS)
         wants_sink = "sink" in problem.needs_grad
         fp32 = torch.float32
-        pointers = (
-            problem.dtype, problem.dtype, fp32, fp32 if self.has_dlse else None, fp32, fp32, fp32 if wants_sink else None,
-            types_of(inputs, lists=False),
-        )  # fmt: skip
+        dlse, dsink = fp32 if self.has_dlse else None, fp32 if wants_sink else None
+        pointers = (problem.dtype, problem.dtype, fp32, dlse, fp32, fp32, dsink, types_of(inputs, lists=False))
         strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
         grid = self.row_blocks * problem.nheads * problem.batch
         tail = (strides, extra_strides, sizes, mode, tile)
@@ -161,7 +159,11 @@ class BackwardPlan:
                       "alibi_slopes" in needs)  # fmt: skip
         bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
         pointers = self._pointers(
-            inputs, self.mode.lists, problem.dtype if grads.q else None, bias_type, torch.float32 if grads.alibi else None,
+            inputs,
+            self.mode.lists,
+            problem.dtype if grads.q else None,
+            bias_type,
+            torch.float32 if grads.alibi else None,
             *self.query_boxes,
         )
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
@@ -206,7 +208,11 @@ class BackwardPlan:
             for launch, asked, key_boxes, lists in self.keys:
                 listed = extras._replace(lists=lists.run(inputs)) if lists else extras
                 boxes = at(key_boxes, (inputs.q, dout, row_lse, delta))
-                outputs = (grads["k"] if asked.k else None, grads["v"] if asked.v else None, dbias if asked.bias else None)
+                outputs = (
+                    grads["k"] if asked.k else None,
+                    grads["v"] if asked.v else None,
+                    dbias if asked.bias else None,
+                )
                 launch((*shared, *outputs, *boxes, listed))
             if dbias is not None:
                 grads["bias"] = self._reduced(dbias[:, :, None, :])

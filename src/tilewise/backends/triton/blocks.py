@@ -4,13 +4,12 @@
 writes, for each owner block, [number of full tiles, number of partial tiles, the full ones, the partial ones].
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton import primitives as P
+from tilewise.backends.triton import primitives as P  # noqa: N812
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)

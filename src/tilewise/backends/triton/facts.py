@@ -40,9 +40,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     unit = VECTOR_BYTES // tensor.element_size()
     *outer, inner = tensor.stride()
     near = tensor.stride(-3) // unit < 2**31 // MAX_TILE_ROWS
-    return (
-        inner == 1 and near and tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride % unit == 0 for stride in outer)
-    )
+    return inner == 1 and near and tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride % unit == 0 for stride in outer)
 
 
 def box_of(tensor: torch.Tensor, rows: int, channels: int) -> Box:
@@ -64,9 +62,7 @@ def line_of(numbers: int, block: int) -> Box:
 
 def fits_boxes(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether TMA takes the tensors as they lie: expanded dimensions, of stride 0, are left to plain loads."""
-    return all(
-        size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True)
-    )
+    return all(size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def common_align(tensors: tuple[torch.Tensor, ...]) -> int:
@@ -177,7 +173,7 @@ def scalars_of(problem: Problem) -> Scalars:
 
 
 def extras_of(inputs: Inputs, lists: torch.Tensor | None = None) -> Extras:
-    """The optional tensors as the kernels read them. Segments and offsets are copied only if they are not contiguous."""
+    """The optional tensors as the kernels read them; segments and offsets are copied if not contiguous."""
     mask = inputs.mask
     return Extras(
         bias=inputs.bias,

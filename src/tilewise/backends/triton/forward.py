@@ -2,22 +2,23 @@
 
     s = scale q k^T (softcap, bias, ALiBi)    p = exp(s - max)    out = sum p v / sum p    lse = max + ln sum p
 
-The loop over key tiles runs twice over disjoint tiles: without mask arithmetic over the full tiles, then with it over the
+The loop over key tiles runs twice over disjoint tiles: without mask arithmetic over the full tiles,
+then with it over the
 others. Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton import primitives as P
+from tilewise.backends.triton import primitives as P  # noqa: N812
 
 
 @triton.jit
 def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k,
+                 MASKED: tl.constexpr,
                  SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows."""
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -35,17 +36,17 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
         if BOXES:
             k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
         else:
-            k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d,
-                            MASKED, MODE.align)
+            k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n,
+                            TILE.block_d, MASKED, MODE.align)
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
         s = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
         for part in tl.range(0, TILE.num_d):
             d = part * TILE.block_d + channels
-            q_part = P.load_tile(q_ptr, strides.q, m_begin, d, 0, seqlen_q, TILE.headdim, TILE.block_m, TILE.block_d, True,
-                                 MODE.align)
-            k = P.load_tile(k_ptr, strides.k, n_begin, d, key_begin, key_end, TILE.headdim, TILE.block_n, TILE.block_d, MASKED,
-                            MODE.align)
+            q_part = P.load_tile(q_ptr, strides.q, m_begin, d, 0, seqlen_q, TILE.headdim, TILE.block_m, TILE.block_d,
+                                 True, MODE.align)
+            k = P.load_tile(k_ptr, strides.k, n_begin, d, key_begin, key_end, TILE.headdim, TILE.block_n,
+                            TILE.block_d, MASKED, MODE.align)
             s = tl.dot(q_part, tl.trans(k), s, input_precision=MODE.precision)
     if BOXES:
         v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
@@ -71,15 +72,16 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
         p, row_max, row_sum, acc = P.fused_softmax_step(s, row_max, row_sum, acc, scalars.softmax_scale * P.LOG2E)
     if MODE.dropout:
         seed = tl.load(extras.seed)
-        p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped, TILE.block_m, TILE.block_n,
-                                    False), p, 0.0)
+        p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped,
+                                    TILE.block_m, TILE.block_n, False), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=MODE.precision)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
-           m_block, v_block, seqlen_q, seqlen_k, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+           k_start, m_block, v_block, seqlen_q, seqlen_k, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr,
+           TILE: tl.constexpr):
     """Softmax state of a block of rows over all its keys; row_max in natural units."""
     m_begin = m_block * TILE.block_m
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
@@ -102,16 +104,20 @@ def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_stride
         else:
             n_block = full_first + step
         acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, SCALE_FIRST, MODE, TILE)
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
+            scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, False, SCALE_FIRST,
+            MODE, TILE)
     for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
             n_block = tl.load(list_ptr + num_full + step)
         else:
             n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
         acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, SCALE_FIRST, MODE, TILE)
+            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
+            scalars, slope,
+            batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, True, SCALE_FIRST,
+            MODE, TILE)
     if not SCALE_FIRST:
         row_max *= P.LN2
     return acc, row_max, row_sum
@@ -153,7 +159,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
     if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result
-        q = P.load_box(q_desc, 0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, TILE.block_m, TILE.block_d)
+        q = P.load_box(q_desc, 0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, TILE.block_m,
+                                                                       TILE.block_d)
     elif TILE.num_d == 1:
         q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
                         TILE.block_d, True, MODE.align)
@@ -162,13 +169,15 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
 
     acc, row_max, row_sum = attend(
-        q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+        q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+        k_start,
         m_block, v_block, seqlen_q, seqlen_k, MODE.scale_first, MODE, TILE)
     if not MODE.scale_first:
         size = tl.max(tl.where(row_max == float("-inf"), 0.0, tl.abs(row_max)))
         if size * P.LOG2E > P.EXACT_LIMIT:
             acc, row_max, row_sum = attend(
-                q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+                q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch,
+                head,
                 k_start, m_block, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
 
     sink = float("-inf")

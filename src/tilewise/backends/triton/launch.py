@@ -1,8 +1,8 @@
 """From a kernel and its arguments to a launch that costs a few microseconds.
 
 Triton's own launcher looks at every argument of every call to find out which specialisation it needs. Here the backend
-knows: sizes are never specialised on, strides and addresses only through ``Mode.align``. So a kernel is compiled once for
-its types and compile-time values, and a ``Launch`` holds everything of a call but the addresses. Under Triton's
+knows: sizes are never specialised on, strides and addresses only through ``Mode.align``. So a kernel is compiled once
+for its types and compile-time values, and a ``Launch`` holds everything of a call but the addresses. Under Triton's
 interpreter (TRITON_INTERPRET=1) the same ``Launch`` runs the kernel on CPU tensors.
 """
 
@@ -88,7 +88,9 @@ _COMPILED: dict[object, CompiledKernel] = {}
 
 
 def _compiled(kernel: Any, arguments: tuple[Any, ...], config: Config, device: torch.device) -> CompiledKernel:
-    constants = tuple(value for value, parameter in zip(arguments, kernel.params, strict=True) if parameter.is_constexpr)
+    constants = tuple(
+        value for value, parameter in zip(arguments, kernel.params, strict=True) if parameter.is_constexpr
+    )
     types = tuple(None if p.is_constexpr else _type_of(v) for v, p in zip(arguments, kernel.params, strict=True))
     key = (kernel.__name__, types, constants, config, device.index)
     compiled = _COMPILED.get(key)
@@ -108,8 +110,15 @@ class Launch:
 
     __slots__ = ("function", "grid", "index", "kernel", "packed", "run", "tail")
 
-    def __init__(self, kernel: Any, grid: int, pointers: tuple[Any, ...], tail: tuple[Any, ...], config: Config,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        pointers: tuple[Any, ...],
+        tail: tuple[Any, ...],
+        config: Config,
+        device: torch.device,
+    ) -> None:
         self.kernel, self.grid, self.tail = kernel, grid, tail
         self.index = device.index
         if not INTERPRETED and grid:

@@ -1,10 +1,10 @@
-"""What forward and backward share: where a program works, which pairs it keeps, how tiles move, the softmax step, dropout.
+"""What forward and backward share: where a program works, which pairs it keeps, how tiles move, softmax, dropout.
 
-Every function takes pairs as two broadcastable index tensors, ``i`` (query rows) and ``j`` (key columns), so that the same
+Every function takes pairs as two broadcastable index tensors, ``i`` (query rows) and ``j`` (key columns),
+so that the same
 code serves a (rows, cols) tile of the forward and the transposed (cols, rows) tile of the key gradients.
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import triton
@@ -33,9 +33,10 @@ def head_address(ptr, stride, batch, start, head, ALIGN: tl.constexpr):
 
 @triton.jit
 def tile_addresses(ptr, stride, first, cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
-    """Addresses of the rows from ``first`` on. An aligned tensor has contiguous channels, so a thread moves 16 bytes at once.
+    """Addresses of the rows from ``first`` on. Aligned tensors have contiguous channels: a thread moves 16 bytes at once.
 
-    The 64-bit part of an address is one number for the whole tile; within it 32 bits count units of ALIGN elements, which
+    The 64-bit part of an address is one number for the whole tile; within it 32 bits count units of ALIGN elements,
+    which
     the host makes sure is enough (facts.is_aligned).
     """
     rows = tl.arange(0, ROWS)
@@ -238,7 +239,8 @@ def alibi_distance(i, j, seqlen_q, seqlen_k):
 def exp(x, PRECISE: tl.constexpr):
     """exp(x). PRECISE, for fp32 inputs: 1 unit in the last place where the hardware's exp2(x log2 e) has several.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2 in two steps (Cody and Waite), then a polynomial in r (Cephes' expf coefficients).
+    x = n ln 2 + r with |r| <= ln 2 / 2 in two steps (Cody and Waite),
+    then a polynomial in r (Cephes' expf coefficients).
     """
     if PRECISE:
         n = tl.floor(x * LOG2E + 0.5)
@@ -273,8 +275,10 @@ def softmax_step(s, row_max, row_sum, acc, PRECISE: tl.constexpr):
 def fused_softmax_step(s, row_max, row_sum, acc, unit):
     """The same on raw products, ``unit`` = softmax_scale * log2(e) > 0, with row_max in log2 units: an operation less.
 
-    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded, so the largest p is 2 to the
-    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores, where the caller starts again.
+    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded,
+    so the largest p is 2 to the
+    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores,
+    where the caller starts again.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
     origin = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -289,7 +293,8 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
                  TRANSPOSED: tl.constexpr):
     """Philox4x32-10 keyed on (seed, j >> 2, i, head, batch): word j & 3 decides pair (i, j). True where it is kept.
 
-    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows, cols),
+    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows,
+        cols),
     or (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
     i = (row_begin + tl.arange(0, ROWS)).to(tl.uint32)
@@ -335,7 +340,8 @@ def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
 @triton.jit
 def block_list(lists, stride, batch, head, block, VALID):
     """First entry, number of full and number of partial tiles of one owner block (see blocks.py); none unless VALID."""
-    entries = lists + batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head + block.to(tl.int64) * stride.row
+    plane = batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head
+    entries = lists + plane + block.to(tl.int64) * stride.row
     num_full = tl.load(entries, mask=VALID, other=0)
     num_partial = tl.load(entries + 1, mask=VALID, other=0)
     return entries + 2, num_full, num_partial

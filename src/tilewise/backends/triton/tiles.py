@@ -1,7 +1,7 @@
 """Tile tables: the size of a tile, its warps and pipeline depth, by head dimension, element size and kind of device.
 
-Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken. A row's reason says what
-decided it: a measurement, or the shared memory and registers that a device has.
+Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken. A row's reason says
+what decided it: a measurement, or the shared memory and registers that a device has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 Table = tuple[Row, ...]
 
-# H200, bf16, TFLOP/s of the kernel alone, medians of one run (2026-11-29): 1 x 16384 full / causal, 16 x 1024 full / causal.
+# H200, bf16, TFLOP/s of the kernel alone, medians of one run (2026-11-29): 1 x 16384 full / causal, 16 x 1024 the same.
 # Four warps and 64 rows leave room for two blocks on a multiprocessor, whose softmax and products then overlap by
 # themselves; eight warps march in step at every barrier. Full tiles come through TMA.
 _FORWARD_90: Table = (
@@ -105,8 +105,8 @@ _FP32: Table = (
 
 
 _UNALIGNED: Table = (
-    Row(128, 32, 32, 4, 1, "single elements are loaded, each with an address: registers bound the tile, and a larger one"
-        " made ptxas 12.8 spill the descriptors of its wgmma and read outside of shared memory"),
+    Row(128, 32, 32, 4, 1, "elements are loaded one by one, each with an address: registers bound the tile; with a larger"
+        " one ptxas 12.8 spilled the descriptors of its wgmma and read outside of shared memory"),
     Row(256, 16, 32, 4, 1, "the same, 256 channels"),
     Row(10**9, 32, 32, 4, 1, "channel parts"),
 )  # fmt: skip
@@ -147,7 +147,7 @@ def power_of_two(size: int) -> int:
 
 
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
-    """Whether dk and dv come from two launches: on sm_90 their accumulators of over 128 channels do not fit together."""
+    """Whether dk and dv come from two launches: on sm_90 accumulators of over 128 channels do not fit together."""
     return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
 
 
