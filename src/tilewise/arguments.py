@@ -37,7 +37,8 @@ def dense_arguments(
     """The operator's arguments for a call of ``attention``."""
     options.check_tensors(q=q, k=k, v=v)
     q, k, v = options.autocast(q, k, v)
-    segments_q, segments_k = segments if isinstance(segments, (tuple, list)) else (segments, segments)
+    segments_q, segments_k = options.segments(segments)
+    options.check_optional(bias=bias, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
     left, right = options.window(window_size)
     probability = options.dropout(dropout_p)
     return Arguments(
@@ -89,10 +90,11 @@ def varlen_arguments(
     """The operator's arguments for a call of ``attention_varlen``."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     options.check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options.check_optional(alibi_slopes=alibi_slopes, sink=sink)
     q, k, v = options.autocast(q, k, v)
     left, right = options.window(window_size)
     probability = options.dropout(dropout_p)
-    longest_q, longest_k = max_seqlen if isinstance(max_seqlen, (tuple, list)) else (max_seqlen, max_seqlen)
+    longest_q, longest_k = options.pair("max_seqlen", max_seqlen)
     return Arguments(
         q,
         k,

@@ -18,7 +18,7 @@ from tilewise import batching
 from tilewise.device import device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Gradients
-from tilewise.dispatch.choose import choose
+from tilewise.dispatch.choose import choose, choose_derivative
 from tilewise.inputs import Arguments, Inputs, describe, validate
 from tilewise.problem import GRAD_NAMES, Problem
 
@@ -43,9 +43,12 @@ Optional = torch.Tensor | None
 def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
     """Checked facts and tensors, and the backend that runs them."""
     problem, inputs = describe(arguments)
-    if derivative != "forward":
+    facts = device_facts(arguments.q.device)
+    if derivative == "forward":
+        name = choose(problem, facts, arguments.backend).name
+    else:
         problem = problem.replace(derivative=derivative)
-    name = choose(problem, device_facts(arguments.q.device), arguments.backend).name
+        name = choose_derivative(problem, facts, arguments.backend)
     # with no pair to compute there is nothing to be fast at, and one room knows every empty case
     return problem, inputs, registry.load("reference" if problem.is_empty else name)
 
@@ -71,13 +74,18 @@ def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) ->
     return result
 
 
+def _counted(dlse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """dlse without the rows that see nothing: -inf is a constant, whatever 2 * lse * 0 made of it."""
+    return dlse.masked_fill(lse == -torch.inf, 0.0)
+
+
 def backward(
     dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
 ) -> list[torch.Tensor]:
     """The gradients named in ``needs_grad``, in that order."""
     arguments = Arguments(*flat)
     problem, inputs, backend = _prepare(arguments, "backward")
-    grads = backend.backward(problem, inputs, out, lse, dout, dlse)
+    grads = backend.backward(problem, inputs, out, lse, dout, None if dlse is None else _counted(dlse, lse))
     return _as_given(grads, problem.needs_grad, arguments)
 
 
@@ -112,7 +120,7 @@ def second(*flat: Any) -> list[torch.Tensor]:
     dout, dlse, out, lse = flat[count : count + 4]
     problem, inputs, backend = _prepare(arguments, "second")
     named = _named_tangents(tangents, problem)
-    grads = backend.second(problem, inputs, out, lse, named, dout, dlse)
+    grads = backend.second(problem, inputs, out, lse, named, dout, _counted(dlse, lse))
     return _as_given(grads, problem.needs_grad, arguments)
 
 

@@ -31,6 +31,32 @@ def check_tensors(**tensors: Any) -> None:
             raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
 
 
+def check_optional(**tensors: Any) -> None:
+    """Each argument is a tensor or None."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidType(f"{name}: must be a torch.Tensor or None, got {type(tensor).__name__}")
+
+
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """The values for queries and keys: a pair as it is, one value for both."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    if len(value) != 2:
+        raise InvalidInput(f"{name}: has {len(value)} values, must be one for both sides or a pair (q, k)")
+    return value[0], value[1]
+
+
+def segments(value: Any) -> tuple[Any, Any]:
+    """Ids of queries and of keys: one tensor for both sides, a pair of tensors, or None."""
+    segments_q, segments_k = pair("segments", value)
+    check_optional(segments_q=segments_q, segments_k=segments_k)
+    if (segments_q is None) != (segments_k is None):
+        name = "segments_q" if segments_q is None else "segments_k"
+        raise InvalidType(f"{name}: is None though the other side has ids, must be a torch.Tensor")
+    return segments_q, segments_k
+
+
 def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Under autocast q, k, v are cast to its dtype, as torch's own attention casts them; fp64 stays."""
     device_type = q.device.type

@@ -11,7 +11,7 @@ FUNCTION_LINES = 60
 KERNEL_LINES = 150
 KERNEL_PARAMETERS = 30
 PUBLIC_PARAMETERS = 16
-KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "jit")
+KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "jit", "gluon_core.builtin")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -77,6 +77,21 @@ def assert_complaints(path: Path) -> list[str]:
     """``assert`` vanishes under -O, so it cannot refuse input: none in the package."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return [f"{path}:{node.lineno} assert: raise instead" for node in nodes if isinstance(node, ast.Assert)]
+
+
+def annotation_complaints(path: Path) -> list[str]:
+    """Host functions with a parameter or a result that has no type: mypy is told to bear them beside kernels."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kernels = [function for function in functions(tree) if is_kernel(function)]
+    inside = {inner for kernel in kernels for inner in functions(kernel)}
+    found = []
+    for function in functions(tree):
+        args = function.args
+        all_args = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+        bare = [arg.arg for arg in all_args if arg and not arg.annotation and arg.arg not in ("self", "cls")]
+        if function not in inside and (bare or function.returns is None):
+            found.append(f"{path}:{function.lineno} {function.name}: without types: {', '.join(bare) or 'its result'}")
+    return found
 
 
 def docstring_complaints(path: Path) -> list[str]:

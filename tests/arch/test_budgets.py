@@ -28,6 +28,10 @@ def test_no_assert_in_the_package():
     assert [text for path in SOURCES for text in budgets.assert_complaints(path)] == []
 
 
+def test_every_function_but_kernels_is_annotated():
+    assert [text for path in SOURCES for text in budgets.annotation_complaints(path)] == []
+
+
 def test_every_public_name_has_a_docstring():
     assert [name for name in tilewise.__all__ if not inspect.getdoc(getattr(tilewise, name))] == []
     assert [text for path in SOURCES for text in budgets.docstring_complaints(path) if "module" in text] == []
@@ -51,6 +55,8 @@ BAD = {
     ),
     "positional": (budgets.public_complaints, "def f(q, k, v, causal=False):\n    x = 1"),
     "assert": (budgets.assert_complaints, "def f(x):\n    assert x > 0"),
+    "annotation": (budgets.annotation_complaints, "def f(x: int, y): ..."),
+    "annotation of the result": (budgets.annotation_complaints, "class A:\n    def f(self, x: int): ..."),
     "module docstring": (budgets.docstring_complaints, "x = 1"),
     "function docstring": (budgets.docstring_complaints, '"""A module."""\ndef f():\n    x = 1'),
 }
@@ -59,6 +65,7 @@ GOOD = {
     "function": (budgets.file_complaints, f'def f():\n    """One\n    two."""\n{LONG[: -len("    x = 1")]}'),
     "kernel": (budgets.file_complaints, "@triton.jit(noinline=True)\ndef f():\n" + "    x = 1\n" * 149),
     "public": (budgets.public_complaints, "def f(q, k, v, *, causal=False):\n    x = 1\ndef _g(q, k, v, w): ..."),
+    "annotations": (budgets.annotation_complaints, "@triton.jit\ndef f(x):\n    x = 1\ndef g(x: int) -> int: ..."),
     "docstrings": (budgets.docstring_complaints, '"""A module."""\ndef f():\n    """Does f."""\ndef _g(): ...'),
 }
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tilewise.bench import cases, cpu, memory, record, report, timing
+from tilewise.bench import cases, cpu, gate, memory, record, report, timing
 from tilewise.cli import main
 
 
@@ -52,7 +52,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     case = cases.Case(1, 40, 2, 8, causal=True)
     right = cpu.attention
     monkeypatch.setattr(cpu, "attention", lambda *args, **options: 1.1 * right(*args, **options))
-    with pytest.raises(cpu.GateFailed, match=r"tilewise-cpu on fp32 \(1, 40, 2, 8\) causal: out is off by"):
+    with pytest.raises(gate.GateFailed, match=r"tilewise-cpu on fp32 \(1, 40, 2, 8\) causal: out is off by"):
         cpu.compare(case, ("cpu",), rounds=1)
 
 
@@ -76,3 +76,48 @@ def test_the_command_measures_prints_and_writes(tmp_path, capsys):
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert row["figure"] == "host"
     assert main(["bench", "cpu", "--rounds", "0"]) == 2
+
+
+def test_flops_of_a_case_count_its_kept_pairs():
+    assert cases.Case(1, 4, 2, 8).flops("forward") == 2 * 16 * 4 * 8
+    assert cases.Case(1, 4, 2, 8, causal=True).flops("forward") == 2 * 10 * 4 * 8
+    assert cases.Case(1, 4, 2, 8, window=2).flops("backward") == 2 * 7 * 10 * 8
+    both = cases.Case(1, 4, 2, 8).flops("forward+backward")
+    assert both == cases.Case(1, 4, 2, 8).flops("forward") * 7 // 2
+
+
+def test_the_matrix_has_a_line_a_case_and_a_column_a_contender():
+    rows = [
+        {"figure": "time", "case": "c", "pass": what, "contender": name, "ms": 1.0, "tflops": rate}
+        for what, name, rate in (("backward", "b", 3.0), ("forward", "a", 1.0), ("forward", "b", 2.0))
+    ]
+    lines = report.matrix(rows).splitlines()
+    assert [line.split() for line in lines] == [
+        ["pass", "case,", "TFLOP/s", "b", "a"], ["forward", "c", "2", "1"], ["backward", "c", "3", "-"]
+    ]  # fmt: skip
+
+
+def test_rates_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from tilewise.bench import plot
+
+    row = {"figure": "time", "case": "c", "pass": "forward", "contender": "a", "tflops": 1.0}
+    plot.rates([row, {**row, "contender": "b"}], tmp_path / "new" / "rates.svg")
+    assert "TFLOP/s" in (tmp_path / "new" / "rates.svg").read_text() or (tmp_path / "new" / "rates.svg").stat().st_size
+
+
+def test_bench_gpu_says_so_without_a_device(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    assert main(["bench", "gpu"]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_peers_that_cannot_run_are_refused_with_a_reason():
+    from tilewise.bench import peers
+
+    case = cases.Case(1, 16, 2, 16, window=4)
+    able, refused = peers.calls(case, case.tensors(), ("fa2-sdpa", "fa3"))
+    assert able == {}
+    assert refused["fa2-sdpa"] == "has no such feature"
+    assert "flash_attn_interface" in refused["fa3"]

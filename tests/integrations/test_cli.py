@@ -115,7 +115,7 @@ def test_explain_packed_sequences(capsys):
     assert data["pairs"]["kept"] == 2 * (5 * 6 // 2 + 7 * 8 // 2)
 
 
-def test_explain_for_a_device_that_is_not_here(capsys):
+def test_explain_when_nothing_runs_it(capsys):
     status = main(["explain", "--backend", "sdpa", "--softcap", "5", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert status == 1
@@ -143,6 +143,12 @@ def test_explain_for_a_device_that_is_not_here(capsys):
         (["--backend", "fastest"], "backend: is 'fastest', must be one of 'auto'"),
         (["--softcap", "-1"], "softcap"),
         (["--grad", "q,z"], "grad: is ['q', 'z']"),
+        (["--grad", "q,bias"], "grad: has bias, must name only what is there"),
+        (["--cu-seqlens-q", "0,5", "--batch", "4"], "batch: is 4, must be absent where cu_seqlens_q packs"),
+        (["--cu-seqlens-q", "0,5", "--bias", "1,1,5,5"], "bias: is [1, 1, 5, 5], must be absent"),
+        (["--cu-seqlens-k", "0,5"], "cu_seqlens_k: is given, must be absent without cu_seqlens_q"),
+        (["--device", "toaster"], "--device: is 'toaster', must be one of torch's"),
+        (["--device", "cuda:99"], "--device: is 'cuda:99', but there are"),
     ],
 )
 def test_a_wrong_request_is_refused_by_name(capsys, arguments, words):

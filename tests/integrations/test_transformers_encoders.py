@@ -156,6 +156,26 @@ def test_case_141_output_attentions_of_models_that_keep_the_option_to_themselves
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["seq_idx", "cu_seq_lens"])
+def test_packed_sequences_of_an_encoder_are_told_apart_by_name(how):
+    """Positions say nothing under a bidirectional mask; explicit sequences do."""
+    model = hf.make(ENCODERS["bert"]).eval()
+    model.set_attn_implementation("tilewise")
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    options = {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])}
+    if how == "cu_seq_lens":
+        options = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    ids = hf.tokens(batch=1, seqlen=12)
+    other = torch.cat([hf.tokens(batch=1, seqlen=5, seed=9), ids[:, 5:]], dim=1)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    with torch.no_grad():
+        first, second = (model(x, position_ids=positions, **options).last_hidden_state for x in (ids, other))
+        alone = model(ids[:, 5:]).last_hidden_state
+    assert not torch.equal(first[:, :5], second[:, :5])
+    assert torch.equal(first[:, 5:], second[:, 5:])
+    torch.testing.assert_close(first[:, 5:], alone, rtol=1e-3, atol=1e-4)
+
+
 def test_weights_only_when_asked_for():
     model = hf.make(ENCODERS["bert"]).eval()
     model.set_attn_implementation("tilewise")

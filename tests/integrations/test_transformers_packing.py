@@ -30,7 +30,7 @@ TELLING = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt_oss", "gpt2", "llama4"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "gpt_oss", "gpt2"])
 def model(request):
     model = hf.make(hf.DECODERS[request.param]).eval()
     model.set_attn_implementation("tilewise")

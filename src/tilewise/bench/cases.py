@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.iomodel import flops
+from tilewise.masks import Band, kept_pairs
 from tilewise.problem import DTYPE_NAMES
+
+_FLOPS = {"forward": flops.forward, "backward": flops.backward}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,13 @@ class Case:
         elif self.causal:
             words.append("causal")
         return " ".join(words)
+
+    def flops(self, what: str) -> int:
+        """FLOPs of the kept pairs: "forward", "backward", or both."""
+        limits = Band(None if self.window is None else 1 - self.window, 0 if self.causal or self.window else None)
+        pairs = self.batch * self.nheads * kept_pairs(limits, self.seqlen, self.seqlen)
+        sizes = (pairs, self.headdim, self.headdim)
+        return sum(count(*sizes) for name, count in _FLOPS.items() if name in what)
 
     @property
     def window_size(self) -> tuple[int | None, int | None]:
@@ -68,3 +79,20 @@ CPU_CASES = SDPA_CASES[:4]
 WINDOW_CASE = Case(1, 8192, 8, 64, window=512)
 MEMORY_CASE = Case(1, 16384, 8, 64, causal=True)
 HOST_CASE = Case(1, 16, 2, 16)
+
+
+def _gpu_cases() -> tuple[Case, ...]:
+    """bf16, 16k to 1k tokens at a constant total, heads of 64, 128 and 256 with a constant width, grouped heads."""
+    cases = []
+    for headdim, nheads in ((64, 32), (128, 16), (256, 8)):
+        for batch, seqlen in ((1, 16384), (4, 4096), (16, 1024)):
+            cases += [
+                Case(batch, seqlen, nheads, headdim, causal=causal, dtype=torch.bfloat16) for causal in (False, True)
+            ]
+    cases += [Case(2, 8192, 32, 128, nheads_k=8, causal=causal, dtype=torch.bfloat16) for causal in (False, True)]
+    return tuple(cases)
+
+
+GPU_CASES = _gpu_cases()
+GPU_WINDOW_CASES = tuple(Case(1, 16384, 16, 128, window=width, dtype=torch.bfloat16) for width in (128, 1024, 4096))
+GPU_HOST_CASE = Case(1, 128, 8, 64, dtype=torch.bfloat16)

@@ -18,10 +18,6 @@ _PEER = "torch-sdpa"
 BOTH = "forward+backward"
 
 
-class GateFailed(RuntimeError):
-    """A contender's result is not within its error budget, so it is not timed."""
-
-
 def _calls(case: Case, tensors: tuple[torch.Tensor, ...], backends: tuple[str, ...]) -> dict[str, Call]:
     """torch's attention and tilewise's backends on the same tensors."""
     q, k, v = tensors
@@ -44,14 +40,6 @@ def _calls(case: Case, tensors: tuple[torch.Tensor, ...], backends: tuple[str, .
     return {_PEER: peer, **{f"tilewise-{backend}": ours(backend) for backend in backends}}
 
 
-def _check(case: Case, name: str, call: Call, tensors: Any, dout: torch.Tensor) -> None:
-    out = call()
-    grads = torch.autograd.grad(out, tensors, dout)
-    for what, (error, budget) in gate.errors(case, tensors, dout, (out, *grads)).items():
-        if not error <= budget:
-            raise GateFailed(f"{name} on {case.name}: {what} is off by {error:.3e}, may be off by {budget:.3e}")
-
-
 def compare(case: Case, backends: tuple[str, ...], rounds: int) -> list[Row]:
     """Times and ratios to torch's attention, forward and forward + backward, after the gate."""
     tensors = case.tensors()
@@ -59,7 +47,7 @@ def compare(case: Case, backends: tuple[str, ...], rounds: int) -> list[Row]:
     calls = _calls(case, tensors, backends)
     for name, call in calls.items():
         if name != _PEER:
-            _check(case, name, call, tensors, dout)
+            gate.check(case, name, call, tensors, dout)
 
     def without_grad(call: Call) -> Call:
         return lambda: torch.no_grad()(call)()

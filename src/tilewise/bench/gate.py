@@ -6,6 +6,7 @@ recomputed in full: a row of out and dq needs all its keys, a column of dk and d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ from tilewise.bench.cases import Case
 
 _SAMPLES = 16
 _BLOCK = 512
+
+
+class GateFailed(RuntimeError):
+    """A contender's result is not within its error budget, so it is not timed."""
 
 
 class Sampled(NamedTuple):
@@ -100,3 +105,18 @@ def errors(
 
 def _rms(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
+
+
+def check(
+    case: Case,
+    name: str,
+    call: Callable[[], torch.Tensor],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+) -> None:
+    """Run the contender forward and backward once; GateFailed when a sampled result is over its budget."""
+    out = call()
+    dq, dk, dv = torch.autograd.grad(out, tensors, dout)
+    for what, (error, budget) in errors(case, tensors, dout, (out, dq, dk, dv)).items():
+        if not error <= budget:
+            raise GateFailed(f"{name} on {case.name}: {what} is off by {error:.3e}, may be off by {budget:.3e}")

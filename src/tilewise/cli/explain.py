@@ -43,12 +43,23 @@ def _problem(text: str | None) -> dict[str, Any]:
     return found
 
 
+def _device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"--device: is {name!r}, must be one of torch's, such as cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"--device: is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; 1 when no backend runs the problem."""
     given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
     shapes = Shapes.read({**_problem(arguments.problem), **given})
-    device = None if arguments.device is None else torch.device(arguments.device)
     function = tilewise.explain if shapes.cu_seqlens_q is None else tilewise.explain_varlen
-    explanation = function(**shapes.arguments(), device=device)
+    explanation = function(**shapes.arguments(), device=_device(arguments.device))
     print(json.dumps(explanation.as_dict(), indent=2) if arguments.json else explanation)
     return 0 if explanation.backend is not None else 1

@@ -128,6 +128,20 @@ FIELDS = {field.name: field for field in _ALL}
 PLAIN = ("causal", "softcap", "dropout_p", "softmax_scale", "deterministic", "backend")
 
 
+def _refuse_without_effect(options: dict[str, Any]) -> None:
+    if options.get("cu_seqlens_q") is not None:
+        for name in ("batch", "segments", "mask", "bias"):
+            if options.get(name):
+                raise InvalidInput(
+                    f"{name}: is {options[name]!r}, must be absent where cu_seqlens_q packs the sequences"
+                )
+    elif options.get("cu_seqlens_k") is not None:
+        raise InvalidInput("cu_seqlens_k: is given, must be absent without cu_seqlens_q")
+    for name in ("bias", "alibi_slopes", "sink"):
+        if name in options.get("grad", ()) and not options.get(name):
+            raise InvalidInput(f"grad: has {name}, must name only what is there: give {name} too")
+
+
 @dataclass(frozen=True)
 class Shapes:
     """A problem's sizes and options; ``options`` holds those that were given."""
@@ -149,6 +163,7 @@ class Shapes:
         if unknown := sorted(set(given) - set(FIELDS)):
             raise InvalidInput(f"{', '.join(unknown)}: no such field; the fields are {', '.join(FIELDS)}")
         options = {name: FIELDS[name].check(value) for name, value in given.items()}
+        _refuse_without_effect(options)
         offsets = options.get("cu_seqlens_q")
         seqlen_q = options.get("seqlen_q", offsets[-1] if offsets else 4096)
         offsets_k = options.get("cu_seqlens_k")

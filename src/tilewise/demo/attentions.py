@@ -40,6 +40,6 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 ATTENTIONS: dict[str, Attention] = {
     "materialising": materialising,
     "tilewise": tiled,
-    "tilewise, its cpu tiles": own_tiles,
-    f"tilewise, window {WINDOW}": windowed,
+    "tilewise cpu": own_tiles,
+    f"window {WINDOW}": windowed,
 }

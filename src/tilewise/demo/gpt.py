@@ -28,7 +28,7 @@ class Shape:
     headdim: int = 32
     seqlen: int = 1024
     batch: int = 2
-    steps: int = 40
+    steps: int = 32
     seed: int = 0
     corpus_bytes: int = 2_000_000
 

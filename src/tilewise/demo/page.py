@@ -11,12 +11,16 @@ from tilewise.demo import svg
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the demo: what it says in words, its table, and its charts (HTML from ``svg.chart``)."""
+    """One part of the demo: what it says in words, its table, and its charts (HTML from ``svg.chart``).
+
+    The first ``text_columns`` columns of the table are words, the others numbers.
+    """
 
     title: str
     words: Sequence[str]
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    text_columns: int = 1
     charts: Sequence[str] = ()
     verdict: str = ""
 
@@ -29,7 +33,8 @@ h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+.text { text-align: left; }
+@media (max-width: 30rem) { table { font-size: .78rem; } th, td { padding-right: .35rem; } }
 .verdict { border-left: 4px solid var(--s2); padding: .2rem .8rem; }
 footer { margin-top: 3rem; font-size: .85rem; opacity: .75; }
 """
@@ -38,10 +43,14 @@ footer { margin-top: 3rem; font-size: .85rem; opacity: .75; }
 def _table(section: Section) -> str:
     if not section.rows:
         return ""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.head)
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in section.rows)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        kinds = [' class="text"' if column < section.text_columns else "" for column in range(len(row))]
+        return "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in section.rows)
+    head = f"<thead><tr>{cells('th', section.head)}</tr></thead>"
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def _section(number: int, section: Section) -> str:

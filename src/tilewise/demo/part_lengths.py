@@ -16,7 +16,7 @@ from tilewise.demo.settings import Settings
 Measured = dict[str, dict[int, dict[str, Any]]]
 # Norms of fp32 results that two orders of summation may part.
 SAME = 1e-4
-SAME_FUNCTION = ("tilewise", "tilewise, its cpu tiles")
+SAME_FUNCTION = ("tilewise", "tilewise cpu")
 
 
 def limit(settings: Settings) -> int:
@@ -101,8 +101,8 @@ def _words(settings: Settings, most: int) -> list[str]:
     return [
         f"Causal attention, forward and backward, one sequence, {settings.nheads} heads of {settings.headdim}, fp32. "
         "Memory is the peak above q, k, v and the incoming gradient, each run in a process of its own; it includes out "
-        f'and the three gradients. tilewise chose the backend "{_chosen(settings, None)}" itself, and with a window of '
-        f'{WINDOW} keys "{_chosen(settings, WINDOW)}"; its cpu tiles were asked for by name.',
+        f'and the three gradients. At the longest tilewise chose the backend "{_chosen(settings, None)}" itself, with '
+        f'a window of {WINDOW} keys "{_chosen(settings, WINDOW)}"; "tilewise cpu" was asked for by name.',
         "The memory rule: materialising attention is run while the memory it will need, its last peak scaled by the "
         "growth of the score matrix, fits in half of the memory that is available, at most "
         f"{units.size(settings.memory_limit)}; here that is {units.size(most)}. A number in brackets, and a dashed "
@@ -135,6 +135,7 @@ def run(settings: Settings) -> tuple[Section, bool]:
         title="Longer and longer",
         words=_words(settings, most),
         head=["length", "attention", "time", "peak memory"],
+        text_columns=2,
         rows=rows,
         charts=_charts(measured, settings),
         verdict=_verdict(settings, measured, apart, exact),

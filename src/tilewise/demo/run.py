@@ -51,7 +51,7 @@ def _say(number: int, section: Section) -> None:
     for words in section.words:
         print(textwrap.fill(words, 100, initial_indent="  ", subsequent_indent="  "))
     if section.rows:
-        print("\n".join(units.table(list(section.head), [list(row) for row in section.rows])))
+        print("\n".join(units.table(section.head, section.rows, section.text_columns)))
     if section.verdict:
         print(textwrap.fill("-> " + section.verdict, 100, initial_indent="  ", subsequent_indent="     "))
 

@@ -13,12 +13,12 @@ GIB = 1 << 30
 class Settings:
     """Sizes of the parts; ``memory_limit`` in bytes is the most that materialising attention is given."""
 
-    texts: int = 8
+    texts: int = 6
     tokens: int = 512
     repeats: int = 3
     gpt: Shape = field(default_factory=Shape)
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    nheads: int = 8
+    nheads: int = 4
     headdim: int = 64
     memory_limit: int = 8 * GIB
     seconds_per_length: float = 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 400, 250
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40
 STYLES = 4
 
 
@@ -126,7 +126,8 @@ svg text { font-size: 11px; fill: currentColor; }
 svg .mid { text-anchor: middle; } svg .end { text-anchor: end; }
 svg .grid { stroke: currentColor; opacity: .15; }
 svg polyline, .key line { fill: none; stroke-width: 2; }
-svg .dashed { stroke-dasharray: 4 4; opacity: .7; }
+svg polyline.s0 { stroke-width: 5; opacity: .5; }
+svg polyline.dashed { stroke-width: 2; stroke-dasharray: 4 4; opacity: .8; }
 .s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); } .s2 { stroke: var(--s2); } .s3 { stroke: var(--s3); }
 circle.s0 { fill: var(--s0); } circle.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); }
 circle.s3 { fill: var(--s3); }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(count: float | None) -> str:
     """Bytes: "96.0 MiB"; "not measured" for None."""
@@ -27,11 +29,12 @@ def times(ratio: float) -> str:
     return f"{ratio:.3g} x"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of text: the first column to the left, the others to the right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
+    """Lines of text: the first ``text_columns`` columns to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        sized = enumerate(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) if column < text_columns else cell.rjust(width) for column, (cell, width) in sized]
         lines.append("  " + "   ".join(cells).rstrip())
     return lines

@@ -35,7 +35,15 @@ def _consider(backend: Backend, problem: Problem, facts: DeviceFacts, by_name: b
     if not reasons and not by_name and problem.device_type not in backend.auto_devices:
         places = ", ".join(sorted(backend.auto_devices)) or "no device"
         reasons = (Reason("auto", problem.device_type, places, f'backend="{backend.name}" runs it'),)
-    return Considered(backend.name, reasons, None if reasons else backend.cost(problem, facts))
+    return Considered(backend.name, reasons, None if reasons else _cost(backend, problem, facts))
+
+
+def _cost(backend: Backend, problem: Problem, facts: DeviceFacts) -> float:
+    """Seconds, those of the backward included when one will follow."""
+    seconds = backend.cost(problem, facts)
+    if problem.derivative == "forward" and problem.needs_grad:
+        seconds += backend.cost(problem.replace(derivative="backward"), facts)
+    return seconds
 
 
 def choose_among(
@@ -62,6 +70,17 @@ def choose(problem: Problem, facts: DeviceFacts, request: str) -> Choice:
     if name is None:
         raise UnsupportedProblem(refusal(problem, facts, request, trace), problem, trace)
     return Choice(name, trace)
+
+
+@functools.lru_cache(maxsize=8192)
+def choose_derivative(problem: Problem, facts: DeviceFacts, request: str) -> str:
+    """Who computes ``problem.derivative``: the forward's choice if it can, else the cheapest that can.
+
+    Another backend rounds the scores differently; beside scores of hundreds that shows in the gradients, since P is
+    recomputed while out and lse are the forward's.
+    """
+    name = choose(problem.replace(derivative="forward"), facts, request).name
+    return choose(problem, facts, request).name if registry.load(name).supports(problem, facts) else name
 
 
 def survey(problem: Problem, facts: DeviceFacts, request: str) -> tuple[str | None, Trace]:

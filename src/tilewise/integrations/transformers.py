@@ -110,7 +110,9 @@ def attention_forward(
 
     Packed sequences are kept apart by ``cu_seq_lens_q/k`` (batch 1), by ``seq_idx``, and, under a causal mask, by 2-D
     ``position_ids`` that start again, also beside an all-ones attention_mask (eager lets them see each other there).
-    A graph that is being traced cannot look for such a restart when an attention_mask is given: pass None for it.
+    Two limits of that last help, where ``attention_mask=None`` or explicit sequences are the way: a graph that is being
+    traced cannot look into an attention_mask, and a few models (GPTBigCode, Persimmon, CTRL, Moshi, Llama 4 in
+    Transformers 5.24, GPT-2 in 5.0) do not hand ``position_ids`` on to their attention.
 
     Raises TypeError for unknown options, InvalidInput for contradictory ones, UnsupportedProblem where no backend runs.
     """
@@ -133,7 +135,8 @@ def attention_forward(
     if _is_plain_varlen(attention_mask, opts) and not weights_wanted:
         return _varlen(module, q, k, v, opts, scores), None
     where, pairs = _pairs(module, q, k, attention_mask, opts)
-    k, v = k[:, where], v[:, where]
+    if where != slice(None):
+        k, v = k[:, where], v[:, where]
     out = functional.attention(q, k, v, **scores, **pairs).contiguous()
     if not weights_wanted:
         return out, None

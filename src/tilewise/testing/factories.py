@@ -70,7 +70,8 @@ class Sample:
     def float_tensors(self) -> dict[str, torch.Tensor]:
         """q, k, v and the float options there are, by name."""
         named = {"q": self.q, "k": self.k, "v": self.v}
-        return named | {name: self.options[name] for name in ("bias", "alibi_slopes", "sink") if name in self.options}
+        given = (name for name in ("bias", "alibi_slopes", "sink") if self.options.get(name) is not None)
+        return named | {name: self.options[name] for name in given}
 
     def differentiable(self) -> dict[str, torch.Tensor]:
         """The tensors that require grad, by name."""
@@ -242,6 +243,49 @@ def make(spec: Spec, seed: int = 0) -> Sample:
         options |= FEATURES[name](maker)
     dout = maker.normal(*lead_q, spec.nheads, spec.headdim_v)
     sample = Sample(spec, q, k, v, dout, maker.normal(*lse_shape, dtype=_state(maker)), options)
+    for name, tensor in sample.float_tensors().items():
+        tensor.requires_grad_(spec.requires_grad == "all" or name in spec.requires_grad)
+    return sample
+
+
+def sample_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    requires_grad: tuple[str, ...] | str = ("q", "k", "v"),
+    seed: int = 0,
+    **options: Any,
+) -> Sample:
+    """A sample of given tensors, with the options of ``tilewise.attention`` or, packed, ``attention_varlen``.
+
+    The tensors become new leaves with the strides they have. dout and dlse are random.
+    """
+    lengths: list[tuple[int, ...] | None] = [None, None]
+    if "cu_seqlens_q" in options:
+        options.setdefault("cu_seqlens_k", options["cu_seqlens_q"])
+        lengths = [tuple(options[f"cu_seqlens_{side}"].diff().tolist()) for side in "qk"]
+    spec = Spec(
+        batch=len(lengths[0]) if lengths[0] is not None else q.shape[0],
+        seqlen_q=q.shape[-3],
+        seqlen_k=k.shape[-3],
+        nheads=q.shape[-2],
+        nheads_k=k.shape[-2],
+        headdim=q.shape[-1],
+        headdim_v=v.shape[-1],
+        dtype=q.dtype,
+        requires_grad=requires_grad,
+        lengths_q=lengths[0],
+        lengths_k=lengths[1],
+    )
+    maker = _Maker(spec, seed)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    rows = (q.shape[1], q.shape[0]) if spec.varlen else (q.shape[0], q.shape[2], q.shape[1])
+    dout = maker.normal(*q.shape[:-1], v.shape[-1])
+    floats = {
+        name: options[name].detach() for name in ("bias", "alibi_slopes", "sink") if options.get(name) is not None
+    }
+    sample = Sample(spec, q, k, v, dout, maker.normal(*rows, dtype=_state(maker)), options | floats)
     for name, tensor in sample.float_tensors().items():
         tensor.requires_grad_(spec.requires_grad == "all" or name in spec.requires_grad)
     return sample

@@ -37,12 +37,12 @@ def _gradients(sample: Sample, state: State, through_lse: bool) -> dict[str, tor
     return dict(zip(named, zeros, strict=True))
 
 
-def _floors(exact: Sample, out: torch.Tensor) -> dict[str, float]:
+def _floors(exact: Sample, out: torch.Tensor, lse: torch.Tensor) -> dict[str, float]:
     """What one rounding of the products that add up, and mostly cancel, in each result may cost.
 
-    In out these are |v|, rounded in the state dtype. In the gradients they are sum_d |dout_d v_d|, which stands twice
-    in dp - delta, and |dout_d out_d|, in which out was rounded to its own dtype; then what that is multiplied by, and
-    summed over: independent roundings of many rows add up like their square root.
+    In out these are p and |v|, in dv exp(s - lse) with its rounded lse. In the other gradients they are sum_d |dout_d
+    v_d|, which stands twice in dp - delta, and |dout_d out_d|, in which out was rounded to its own dtype; then what
+    that is multiplied by, and summed over: independent roundings of many rows add up like their square root.
     """
     spec = exact.spec
     epsilon = torch.finfo(torch.float64 if spec.dtype == torch.float64 else torch.float32).eps
@@ -51,18 +51,22 @@ def _floors(exact: Sample, out: torch.Tensor) -> dict[str, float]:
         v = exact.v.abs().repeat_interleave(spec.nheads // spec.nheads_k, dim=-2)
         dp = torch.einsum("...ihd,...jhd->...hij", exact.dout.abs(), v)
         delta = (exact.dout * out).abs().sum(-1)
+        height = max(1.0, float(lse.masked_fill(lse.isinf(), 0.0).abs().max())) if lse.numel() else 1.0
     if not dp.numel():
         return {}
     kept = 1 - min(0.9, exact.options.get("dropout_p", 0.0))
     cancelling = 2 * epsilon * float(dp.max()) / kept + torch.finfo(spec.dtype).eps * float(delta.max())
+    cancelling += epsilon * float(exact.dlse.abs().max())
     scale = exact.options.get("softmax_scale")
     scale = abs(spec.headdim**-0.5 if scale is None else scale)
     seqlen_q, seqlen_k = exact.q.shape[-3], exact.k.shape[-3]
     rows = float(seqlen_q * spec.nheads / spec.nheads_k) ** 0.5
+    typical = float(exact.dout.square().mean().sqrt())
     return {
-        "out": epsilon * sizes["v"],
+        "out": 2 * epsilon * sizes["v"] / kept,
         "q": scale * cancelling * sizes["k"],
         "k": scale * cancelling * sizes["q"] * rows,
+        "v": epsilon * height * max(float(exact.dout.abs().max()), typical * rows) / kept,
         "bias": cancelling,
         "alibi_slopes": cancelling * rows * max(seqlen_q, seqlen_k),
         "sink": cancelling * rows,
@@ -118,7 +122,7 @@ def judge(
     with poisoned_memory():
         out, lse = function(sample.q, sample.k, sample.v, **(sample.options | options), backend=backend)
         grads = _gradients(sample, (out, lse), through_lse)
-    floors = _floors(exact, expected[0])
+    floors = _floors(exact, *expected)
     verdicts = [
         within_budget(out, expected[0], plain[0], floor=floors.get("out", 0.0)),
         within_budget(lse, expected[1], plain_lse, name="lse"),

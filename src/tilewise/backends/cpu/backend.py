@@ -36,7 +36,8 @@ class CpuBackend:
         rate = _FLOPS_PER_THREAD * facts.threads if problem.device_type == "cpu" else _FLOPS_ELSEWHERE
         tiling = Tiling.of(problem)
         tiles = (
-            pairs / (tiling.block_q * problem.group * tiling.block_k * tiling.units) + problem.batch * problem.varlen
+            pairs / (tiling.block_q * max(problem.group, 1) * tiling.block_k * tiling.units)
+            + problem.batch * problem.varlen
         )
         return flops / rate + _SECONDS_PER_TILE * tiles + _SECONDS_PER_CALL
 

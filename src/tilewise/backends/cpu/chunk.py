@@ -1,11 +1,8 @@
-"""The operands of one span of (batch item, K/V head) units, and the scores of its tiles.
+"""The operands of one span of units, and the scores and probabilities of its tiles, in scratch memory.
 
-Everything is (units, rows or keys, dim) in the state dtype; the rows of a unit are its group's query heads below each
-other, so that K and V are never expanded. Scores live in scratch memory the size of a tile.
-
-Two ways lead from scores to weights, chosen for each block of rows. By Cauchy-Schwarz |s| <= |q_i| |k_j|, and where
-that bound is small exp(s) can neither overflow nor lose digits: no maximum is subtracted and hidden weights are zeroed
-after the exp ("bounded"). Everywhere else hidden scores become -inf and the running maximum is subtracted.
+Two ways lead from scores to weights. By Cauchy-Schwarz |s| <= |q_i| |k_j|, and where that bound is small exp(s) can
+neither overflow nor lose digits: no maximum is subtracted, and hidden weights are zeroed after the exp ("bounded").
+Everywhere else hidden scores become -inf and the running maximum is subtracted.
 """
 
 from __future__ import annotations
@@ -17,12 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import rng
-from tilewise.backends.cpu.tiles import Span, Tile, Tiling, Visibility, pairs
+from tilewise.backends.cpu.layout import RowSide, Scratch, Span, Strips, load_keys, pairs, row_scalars
+from tilewise.backends.cpu.tiles import Tile, Tiling, Visibility
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
-# exp(32) * 1e15 * a million keys stays below fp32's largest number, exp(-32) * 1e-15 above its smallest normal one
-_SCORE_BOUND, _VALUE_BOUND = 32.0, 1e15
+# exp(32) * 1e15 * a million keys stays below fp32's largest number; exp(-32) times values whose norm is 1e-9, of which
+# the largest of a billion is 1e-14 or more, loses nothing of their digits to denormal numbers
+_SCORE_BOUND, _VALUE_BOUNDS = 32.0, (1e-9, 1e15)
 # an lse beyond this has lost more than four bits of its fraction, and P recomputed from it needs normalising
 _PRECISE_LSE = 64.0
 _LOG2E = math.log2(math.e)
@@ -33,135 +32,92 @@ def exponential(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(_LOG2E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 
-class Scratch:
-    """Tile-sized memory, taken once and handed out under a name in the shape asked for."""
-
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
-        self._flat: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Uninitialised memory; what was taken under the same name before is overwritten."""
-        size = math.prod(shape)
-        flat = self._flat.get(name)
-        if flat is None or flat.numel() < size:
-            flat = self._flat[name] = self._like.new_empty(size, dtype=self._dtype)
-        return flat[:size].view(shape)
-
-
 @dataclass(slots=True)
 class Rows:
     """One block of query rows.
 
-    ``q`` is multiplied by softmax_scale (by softmax_scale / softcap with a softcap). Once ``lse`` is known, its last
-    column holds -lse against K's column of ones, so that the product gives s - lse. ``normaliser`` (None: 1)
-    multiplies P where lse alone is too coarse.
+    Once ``lse`` is known (0 where it is -inf), the last column of ``q`` holds -lse against a column of ones, so that
+    the product gives s - lse; ``q_plain`` is without it. ``normaliser`` (None: 1) multiplies P where lse alone is too
+    coarse.
     """
 
     queries: slice
     q: torch.Tensor
-    bounded: bool
+    q_plain: torch.Tensor
     lse: torch.Tensor | None = None
     normaliser: torch.Tensor | None = None
 
 
 class Chunk:
-    """K and V of one span, and what turns them into tiles of scores and probabilities."""
+    """K and V of one span, and what turns them into tiles of scores and probabilities.
 
-    def __init__(self, visibility: Visibility, span: Span, scratch: Scratch, *, with_ones: bool) -> None:
-        problem, inputs = visibility.problem, visibility.inputs
-        self.problem, self.inputs, self.visibility = problem, inputs, visibility
-        self.span, self.scratch, self.group = span, scratch, problem.group
-        self.sizes = (span.batch.stop - span.batch.start, span.heads.stop - span.heads.start)
-        self.query_heads = slice(span.heads.start * self.group, span.heads.stop * self.group)
-        self.fold = with_ones and not problem.softcap
-        self.scale = problem.softmax_scale / (problem.softcap or 1.0)
-        k, v = self.key_side(inputs.k), self.key_side(inputs.v)
+    ``k`` is multiplied by ``scale``: softmax_scale, with a softcap softmax_scale / softcap. With ``ones`` the columns
+    of the products carry one row more, of ones.
+    """
+
+    def __init__(self, visibility: Visibility, span: Span, scratch: Scratch, *, ones: bool) -> None:
+        self.problem, self.inputs = visibility.problem, visibility.inputs
+        self.visibility, self.span, self.scratch = visibility, span, scratch
+        self.group, self.dtype = self.problem.group, self.problem.state_dtype
+        self.scale = self.problem.softmax_scale / (self.problem.softcap or 1.0)
+        self.fold = ones and not self.problem.softcap
+        self.q = self.row_side(self.inputs.q)
         self.seen: torch.Tensor | None = None
-        self.key_norm = self._bound(k, v)
-        if not math.isfinite(self.key_norm) and visibility.by_pair:
+        k = load_keys(self.inputs.k, span, scratch, "k", scale=self.scale, ones=ones)
+        v = load_keys(self.inputs.v, span, scratch, "v", ones=ones)
+        dim, dim_v = self.problem.headdim, self.problem.headdim_v
+        self.k, self.v = Strips(k[..., :dim], 1), Strips(v[..., :dim_v], 1)
+        self.k_columns, self.v_columns = Strips(k.mT, 2), Strips(v.mT, 2)
+        self.units = k.shape[0]
+        self.bounded = self._is_bounded()
+        if not self.bounded and visibility.by_pair and not all(bool(side.isfinite().all()) for side in (k, v)):
             self.seen = visibility.seen(span).flatten(0, 1)[..., None]
-        k, v = self.visible(k), self.visible(v)
-        self.k = self.with_ones(k) if with_ones else k
-        self.v = self.with_ones(v) if with_ones else v
+            self.visible(k), self.visible(v)
 
-    def _bound(self, k: torch.Tensor, v: torch.Tensor) -> float:
-        """The largest |k_j|, or inf where the bounded way is closed."""
-        problem = self.problem
-        if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or not k.numel():
-            return math.inf
-        largest = float(torch.linalg.vector_norm(v, math.inf)) if v.numel() else math.inf
-        usable = largest == 0.0 or 1 / _VALUE_BOUND < largest < _VALUE_BOUND
-        return float(torch.linalg.vector_norm(k, dim=-1).max()) if usable else math.inf
-
-    def _is_bounded(self, q: torch.Tensor) -> bool:
-        """Whether every |s| of these rows is below the bound."""
-        if not math.isfinite(self.key_norm) or not q.numel():
+    def _is_bounded(self) -> bool:
+        """Whether every |s| is below the bound, and the values and the sink fit."""
+        problem, inputs = self.problem, self.inputs
+        if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or problem.is_empty:
             return False
-        bound = float(torch.linalg.vector_norm(q, dim=-1).max()) * self.key_norm
-        if self.problem.softcap and bound < math.inf:
-            return self.problem.softcap < _SCORE_BOUND
-        return bound < _SCORE_BOUND
+        if inputs.sink is not None and not float(inputs.sink.amin()) > -_SCORE_BOUND:
+            return False
+        size = float(torch.linalg.vector_norm(self.v.whole))
+        norms = [torch.linalg.vector_norm(t, dim=-1, dtype=self.dtype) for t in (self.q.whole, self.k.whole)]
+        bound = float(norms[0].amax()) * float(norms[1].amax())
+        if problem.softcap and bound < math.inf:
+            bound = min(bound, 1.0) * problem.softcap
+        return bound < _SCORE_BOUND and _VALUE_BOUNDS[0] < size < _VALUE_BOUNDS[1]
 
-    # --- layouts
+    # --- operands
 
-    def key_side(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(batch, seqlen_k, nheads_k, dim) to (units, seqlen_k, dim): a copy, or a view where one block reads it."""
-        part = tensor[self.span.batch, :, self.span.heads].permute(0, 2, 1, 3).to(self.problem.state_dtype)
-        units = part.flatten(0, 1)
-        return units.contiguous() if self.problem.seqlen_q > self.visibility.tiling.block_q else units
+    def row_side(self, tensor: torch.Tensor) -> RowSide:
+        """This span's rows of a (batch, seqlen_q, nheads, dim) tensor."""
+        return RowSide(tensor, self.span, self.group)
 
-    def visible(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys that no query sees become 0, so that what they hold (NaN, Inf) never enters a product."""
-        return keys if self.seen is None else torch.where(self.seen, keys, torch.zeros_like(keys))
-
-    def with_ones(self, units: torch.Tensor) -> torch.Tensor:
-        """A last column of ones."""
-        result = units.new_ones(*units.shape[:-1], units.shape[-1] + 1)
-        result[..., :-1] = units
-        return result
-
-    def query_side(self, tensor: torch.Tensor, queries: slice) -> torch.Tensor:
-        """(batch, seqlen_q, nheads, dim) to (units, group * queries, dim), a copy."""
-        part = tensor[self.span.batch, queries, self.query_heads]
-        five = torch.unflatten(part, 2, (self.sizes[1], self.group)).permute(0, 2, 3, 1, 4)
-        result = torch.empty(five.shape, dtype=self.problem.state_dtype, device=tensor.device)
-        return result.copy_(five).flatten(2, 3).flatten(0, 1)
-
-    def row_scalars(self, tensor: torch.Tensor, queries: slice) -> torch.Tensor:
-        """(batch, nheads, seqlen_q) to (units, group * queries, 1)."""
-        part = tensor[self.span.batch, self.query_heads, queries].to(self.problem.state_dtype)
-        return part.reshape(self.sizes[0] * self.sizes[1], -1, 1)
+    def row_scalars(self, tensor: torch.Tensor) -> RowSide:
+        """This span's rows of a (batch, nheads, seqlen_q) tensor."""
+        return row_scalars(tensor, self.span, self.group)
 
     def per_head(self, tensor: torch.Tensor, queries: slice) -> torch.Tensor:
-        """(batch, nheads) to (units, group * queries, 1)."""
-        return self.row_scalars(tensor[..., None].expand(*tensor.shape, queries.stop), queries)
+        """(batch, nheads) as (units, rows, 1)."""
+        return self.row_scalars(tensor[..., None].expand(*tensor.shape, queries.stop)).load(queries, self.dtype)
 
-    def store_rows(self, target: torch.Tensor, queries: slice, values: torch.Tensor) -> None:
-        """The inverse of query_side, into a (batch, seqlen_q, nheads, dim) tensor."""
-        five = values.view(*self.sizes, self.group, queries.stop - queries.start, values.shape[-1])
-        part = target[self.span.batch, queries, self.query_heads]
-        part.copy_(five.permute(0, 3, 1, 2, 4).flatten(2, 3))
+    def key_side(self, tensor: torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
+        """A copy (units, seqlen_k, dim) of a tensor like k or v, times ``scale``, 0 where no query sees the key."""
+        return self.visible(load_keys(tensor, self.span, self.scratch, name, scale=scale))
 
-    def store_row_scalars(self, target: torch.Tensor, queries: slice, values: torch.Tensor) -> None:
-        """The inverse of row_scalars."""
-        part = target[self.span.batch, self.query_heads, queries]
-        part.copy_(values.view(part.shape))
+    def visible(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys that no query sees become 0, in place, so that what they hold (NaN, Inf) never enters a product."""
+        return keys if self.seen is None else keys.masked_fill_(~self.seen, 0.0)
 
-    def store_keys(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """The inverse of key_side, into a (batch, seqlen_k, nheads_k, dim) tensor."""
-        part = target[self.span.batch, :, self.span.heads]
-        part.copy_(torch.unflatten(values, 0, self.sizes).permute(0, 2, 1, 3))
-
-    def add_per_head(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Add (units, group * queries, 1), summed over queries, to a (batch, nheads) tensor."""
-        part = target[self.span.batch, self.query_heads]
-        part += values.view(*part.shape, -1).sum(-1)
+    def add_per_head(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add (units, rows, 1), summed over queries, to a (batch, nheads) tensor."""
+        sums = rows.view(*self.span.sizes, -1, self.group).sum(2).flatten(1)
+        target[self.span.batch, self.span.heads.start * self.group : self.span.heads.stop * self.group] += sums
 
     def five(self, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """A tile's (units, rows, keys) as (batch, heads, group, queries, keys)."""
-        lengths = (part.stop - part.start for part in (tile.queries, tile.keys))
-        return matrix.view(*self.sizes, self.group, *lengths)
+        """A tile's (units, rows, keys) as (batch, heads, queries, group, keys)."""
+        return matrix.view(*self.span.sizes, -1, self.group, tile.keys.stop - tile.keys.start)
 
     def pair_view(self, tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A tile's part of a (batch, nheads, seqlen_q, seqlen_k) tensor, broadcastable to ``five``."""
@@ -179,19 +135,19 @@ class Chunk:
 
     def rows(self, queries: slice) -> Rows:
         """A block of query rows for the forward pass, lse unknown."""
-        q = self.query_side(self.inputs.q, queries).mul_(self.scale)
-        return Rows(queries, q, self._is_bounded(q))
+        q = self.q.load(queries, self.dtype)
+        return Rows(queries, q, q)
 
-    def rows_with_lse(self, queries: slice, lse: torch.Tensor) -> Rows:
-        """A block of query rows for the passes that recompute P from lse (batch, nheads, seqlen_q)."""
-        block = self.rows(queries)
-        values = self.row_scalars(lse, queries)
+    def rows_with_lse(self, queries: slice, lse: RowSide) -> Rows:
+        """A block of query rows for the passes that recompute P from lse."""
+        q, values = self.q.load(queries, self.dtype, extra=1), lse.load(queries, self.dtype)
         empty = values == -math.inf
-        block.lse = values.masked_fill(empty, 0.0)
-        # rows that see nothing, padding perhaps, must not bring a NaN into dk and dv
-        block.q = self.with_ones(block.q.masked_fill_(empty, 0.0) if bool(empty.any()) else block.q)
-        block.q[..., -1:] = -block.lse if self.fold else 0.0
-        if not block.bounded and bool((block.lse.abs() > _PRECISE_LSE).any()):
+        values.masked_fill_(empty, 0.0)
+        if not self.bounded:  # rows that see nothing, padding perhaps, must not bring a NaN into dk and dv
+            q.masked_fill_(empty, 0.0)
+        q[..., -1:] = -values if self.fold else 0.0
+        block = Rows(queries, q, q[..., :-1], values)
+        if not self.bounded and bool((values.abs() > _PRECISE_LSE).any()):
             block.normaliser = self._normaliser(block)
         return block
 
@@ -209,9 +165,8 @@ class Chunk:
 
         With a softcap, the scratch "tanh" then holds tanh(s / softcap).
         """
-        k = self.k[:, tile.keys]
-        s = self.scratch.take("s", k.shape[0], block.q.shape[1], k.shape[1])
-        torch.bmm(block.q, k.mT, out=s)
+        k = self.k_columns[tile.keys]
+        s = torch.bmm(block.q, k, out=self.scratch.take("s", (self.units, block.q.shape[1], k.shape[2])))
         if self.problem.softcap:
             tanh = torch.tanh(s, out=self.tanh(s))
             torch.mul(tanh, self.problem.softcap, out=s)
@@ -224,11 +179,11 @@ class Chunk:
         return s
 
     def distance(self, tile: Tile) -> torch.Tensor:
-        """|i + seqlen_k - seqlen_q - j|, (group * queries, keys): what ALiBi slopes multiply."""
-        device, shift = self.k.device, self.problem.seqlen_k - self.problem.seqlen_q
+        """|i + seqlen_k - seqlen_q - j|, (rows, keys): what ALiBi slopes multiply."""
+        device, shift = self.inputs.q.device, self.problem.seqlen_k - self.problem.seqlen_q
         i = torch.arange(tile.queries.start, tile.queries.stop, device=device) + shift
         j = torch.arange(tile.keys.start, tile.keys.stop, device=device)
-        return (i[:, None] - j).abs().to(self.problem.state_dtype).repeat(self.group, 1)
+        return (i[:, None] - j).abs().to(self.dtype).repeat_interleave(self.group, 0)
 
     def exclude(self, s: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Hidden scores become -inf, in place."""
@@ -238,7 +193,9 @@ class Chunk:
 
     def clear(self, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Hidden entries of a finite matrix become 0, in place."""
-        if tile.keep is not None:
+        if tile.factor is not None:
+            self.five(matrix, tile)[..., tile.hidden_from :].mul_(tile.factor)
+        elif tile.keep is not None:
             self.five(matrix, tile).mul_(tile.keep)
         return matrix
 
@@ -247,22 +204,26 @@ class Chunk:
         problem, seed = self.problem, self.inputs.dropout_seed
         if not problem.dropout_p or seed is None:
             return matrix
-        device = matrix.device
+        device, span = matrix.device, self.span
         keep = rng.dropout_keep(
             seed,
             problem.dropout_p,
-            torch.arange(self.span.batch.start, self.span.batch.stop, device=device) + self.inputs.batch_offset,
-            torch.arange(self.query_heads.start, self.query_heads.stop, device=device),
+            torch.arange(span.batch.start, span.batch.stop, device=device) + self.inputs.batch_offset,
+            torch.arange(span.heads.start * self.group, span.heads.stop * self.group, device=device),
             (tile.queries.start, tile.queries.stop),
             (tile.keys.start, tile.keys.stop),
         )
-        out = matrix if into is None else self.scratch.take(into, *matrix.shape)
-        return torch.mul(matrix, keep.view(matrix.shape), out=out).mul_(rng.keep_scale(problem.dropout_p))
+        keep = torch.unflatten(keep, 1, (span.sizes[1], self.group)).transpose(2, 3)
+        result = matrix if into is None else self.scratch.take(into, matrix.shape)
+        torch.mul(self.five(matrix, tile), keep, out=self.five(result, tile))
+        return result.mul_(rng.keep_scale(problem.dropout_p))
 
     def probabilities(self, block: Rows, tile: Tile) -> torch.Tensor:
         """P of a tile from lse, before dropout, in scratch memory; exactly 0 where the pair is hidden."""
         s = self.scores(block, tile)
-        p = self.clear(s.exp_(), tile) if block.bounded else exponential(self.exclude(s, tile))
+        if self.bounded:
+            return self.clear(s.exp_(), tile)
+        p = exponential(self.exclude(s, tile))
         return p if block.normaliser is None else p.mul_(block.normaliser)
 
     def sink_probability(self, block: Rows) -> torch.Tensor | None:
@@ -274,16 +235,16 @@ class Chunk:
 
     def tanh(self, like: torch.Tensor) -> torch.Tensor:
         """tanh(s / softcap) of the last tile of scores, in scratch memory."""
-        return self.scratch.take("tanh", *like.shape)
+        return self.scratch.take("tanh", like.shape)
 
     def slope(self, like: torch.Tensor) -> torch.Tensor:
         """d(capped) / d(product of the rows and k) of the last tile of scores: softcap * (1 - tanh^2)."""
         return self.tanh(like).square().neg_().add_(1.0).mul_(self.problem.softcap)
 
 
-def chunks(problem: Problem, inputs: Inputs, *, with_ones: bool) -> Iterator[Chunk]:
-    """The whole problem, one span at a time."""
+def chunks(problem: Problem, inputs: Inputs, *, ones: bool) -> Iterator[Chunk]:
+    """The whole problem, one span at a time; ``ones`` for the passes that start from lse."""
     tiling = Tiling.of(problem)
     visibility, scratch = Visibility(problem, inputs, tiling), Scratch(inputs.q, problem.state_dtype)
     for span in tiling.spans(problem):
-        yield Chunk(visibility, span, scratch, with_ones=with_ones)
+        yield Chunk(visibility, span, scratch, ones=ones)

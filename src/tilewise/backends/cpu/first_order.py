@@ -17,22 +17,23 @@ def forward(problem: Problem, inputs: Inputs) -> State:
     """out (batch, seqlen_q, nheads, headdim_v) in the input dtype, lse (batch, nheads, seqlen_q)."""
     out = inputs.q.new_zeros(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
     lse = inputs.q.new_zeros(problem.batch, problem.nheads, problem.seqlen_q, dtype=problem.state_dtype)
-    for chunk in chunks(problem, inputs, with_ones=False):
+    for chunk in chunks(problem, inputs, ones=False):
+        out_rows, lse_rows = chunk.row_side(out), chunk.row_scalars(lse)
         for queries in chunk.query_blocks():
             block_out, block_lse = _forward_block(chunk, chunk.rows(queries))
-            chunk.store_rows(out, queries, block_out)
-            chunk.store_row_scalars(lse, queries, block_lse)
+            out_rows.store(queries, block_out)
+            lse_rows.store(queries, block_lse)
     return out, lse
 
 
 def _forward_block(chunk: Chunk, block: Rows) -> State:
     """(out, lse) of one block of rows, (units, rows, headdim_v) and (units, rows, 1)."""
-    acc = chunk.v.new_zeros(*block.q.shape[:2], chunk.v.shape[-1])
+    acc = block.q.new_zeros(*block.q.shape[:2], chunk.problem.headdim_v)
     row_sum = acc.new_zeros(*acc.shape[:2], 1)
-    row_max = torch.full_like(row_sum, 0.0 if block.bounded else -math.inf)
+    row_max = torch.full_like(row_sum, 0.0 if chunk.bounded else -math.inf)
     for tile in chunk.tiles(block.queries):
         s = chunk.scores(block, tile)
-        if block.bounded:
+        if chunk.bounded:
             p = chunk.clear(s.exp_(), tile)
         else:
             new_max = torch.maximum(row_max, chunk.exclude(s, tile).amax(-1, keepdim=True))
@@ -42,17 +43,18 @@ def _forward_block(chunk: Chunk, block: Rows) -> State:
             row_sum *= rescale
             row_max, p = new_max, exponential(s.sub_(reference))
         row_sum += p.sum(-1, keepdim=True)
-        acc.baddbmm_(chunk.dropped(p, tile), chunk.v[:, tile.keys])
+        acc.baddbmm_(chunk.dropped(p, tile), chunk.v[tile.keys])
     return _normalised(chunk, block, acc, row_sum, row_max)
 
 
 def _normalised(chunk: Chunk, block: Rows, acc: torch.Tensor, row_sum: torch.Tensor, row_max: torch.Tensor) -> State:
     """Divide by the softmax denominator, the sink's part included; a row that sees nothing gives 0."""
-    empty, log_sum = row_sum == 0, row_sum.log()
-    out, lse = acc.div_(row_sum.masked_fill(empty, 1.0)), row_max + log_sum
+    log_sum = row_sum.log()
+    out, lse = acc.div_(row_sum.clamp_min_(torch.finfo(acc.dtype).tiny)), row_max + log_sum
     if chunk.inputs.sink is not None:
         sink = chunk.per_head(chunk.inputs.sink, block.queries)
-        out *= torch.sigmoid(row_max - sink + log_sum).masked_fill(empty, 0.0)
+        share = torch.sigmoid(row_max - sink + log_sum)
+        out *= share.masked_fill_(lse == -math.inf, 0.0)
         lse = torch.logaddexp(lse, sink)
     return out, lse
 
@@ -67,15 +69,16 @@ def backward(
 ) -> Gradients:
     """dv = P^T dout, ds = P (dout v^T - delta), dq = scale ds k, dk = scale ds^T q, delta = rowsum(dout out) - dlse."""
     sums = GradientSums(problem, inputs)
-    for chunk in chunks(problem, inputs, with_ones=True):
+    for chunk in chunks(problem, inputs, ones=True):
+        out_rows, dout_rows, lse_rows = chunk.row_side(out), chunk.row_side(dout), chunk.row_scalars(lse)
+        dlse_rows = None if dlse is None else chunk.row_scalars(dlse)
         sums.start(chunk)
         for queries in chunk.query_blocks():
-            block = chunk.rows_with_lse(queries, lse)
-            dout_rows = chunk.query_side(dout, queries)
-            delta = (dout_rows * chunk.query_side(out, queries)).sum(-1, keepdim=True)
-            if dlse is not None:
-                delta -= chunk.row_scalars(dlse, queries)
-            _backward_block(chunk, block, sums, chunk.with_ones(dout_rows), delta)
+            dout_block = dout_rows.load(queries, chunk.dtype, extra=1)
+            delta = (out_rows.load(queries, chunk.dtype) * dout_block[..., :-1]).sum(-1, keepdim=True)
+            if dlse_rows is not None:
+                delta -= dlse_rows.load(queries, chunk.dtype)
+            _backward_block(chunk, chunk.rows_with_lse(queries, lse_rows), sums, dout_block, delta)
         sums.finish(chunk)
     return sums.result()
 
@@ -84,12 +87,13 @@ def _backward_block(chunk: Chunk, block: Rows, sums: GradientSums, dout: torch.T
     """Add what one block of rows gives; ``dout`` has a last column to carry -delta against V's column of ones."""
     fold = not chunk.problem.dropout_p
     dout[..., -1:] = -delta if fold else 0.0
+    dout_plain = dout[..., :-1]
     for tile in chunk.tiles(block.queries):
         p = chunk.probabilities(block, tile)
-        sums.add_keys("v", tile, chunk.dropped(p, tile, into="dropped"), dout[..., :-1])
+        sums.add_keys("v", tile, chunk.dropped(p, tile, into="dropped"), dout_plain)
         if not sums.wants_scores:
             continue
-        ds = torch.bmm(dout, chunk.v[:, tile.keys].mT, out=chunk.scratch.take("ds", *p.shape))
+        ds = torch.bmm(dout, chunk.v_columns[tile.keys], out=chunk.scratch.take("ds", p.shape))
         if not fold:
             chunk.dropped(ds, tile).sub_(delta)
         ds *= p

@@ -45,14 +45,13 @@ class Tangents:
 
     def __init__(self, chunk: Chunk, tangents: Gradients) -> None:
         self.chunk, self.named = chunk, tangents
-        self.k = chunk.visible(chunk.key_side(tangents["k"])) if "k" in tangents else None
-        self.v = chunk.visible(chunk.key_side(tangents["v"])) if "v" in tangents else None
+        self.q = chunk.row_side(tangents["q"]) if "q" in tangents else None
+        self.k = chunk.key_side(tangents["k"], "k_tangent", chunk.scale) if "k" in tangents else None
+        self.v = chunk.key_side(tangents["v"], "v_tangent") if "v" in tangents else None
 
     def query_rows(self, block: Rows) -> torch.Tensor | None:
-        """q's tangent, scaled as the rows are."""
-        if "q" not in self.named:
-            return None
-        return self.chunk.query_side(self.named["q"], block.queries).mul_(self.chunk.scale)
+        """q's tangent."""
+        return None if self.q is None else self.q.load(block.queries, self.chunk.dtype)
 
     def sink_rows(self, block: Rows) -> torch.Tensor:
         """The sink's tangent, (units, rows, 1)."""
@@ -66,9 +65,9 @@ class Tangents:
         p = chunk.probabilities(block, tile)
         z = torch.zeros_like(p)
         if q_tangent is not None:
-            z.baddbmm_(q_tangent, chunk.k[:, tile.keys, :-1].mT)
+            z.baddbmm_(q_tangent, chunk.k[tile.keys].mT)
         if self.k is not None:
-            z.baddbmm_(block.q[..., :-1], self.k[:, tile.keys].mT)
+            z.baddbmm_(block.q_plain, self.k[:, tile.keys].mT)
         slope = chunk.slope(p) if chunk.problem.softcap else None
         s = z.clone() if slope is None else z * slope
         if "bias" in self.named:
@@ -89,12 +88,13 @@ def jvp(problem: Problem, inputs: Inputs, lse: torch.Tensor, tangents: Gradients
     """Tangents of (out, lse), in their layouts and dtypes."""
     out_tangent = inputs.q.new_zeros(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
     lse_tangent = torch.zeros_like(lse)
-    for chunk in chunks(problem, inputs, with_ones=True):
+    for chunk in chunks(problem, inputs, ones=True):
         spanned = Tangents(chunk, tangents)
+        out_rows, lse_rows, lse_tangent_rows = chunk.row_side(out_tangent), *map(chunk.row_scalars, (lse, lse_tangent))
         for queries in chunk.query_blocks():
-            block_out, block_lse = _jvp_block(chunk, chunk.rows_with_lse(queries, lse), spanned)
-            chunk.store_rows(out_tangent, queries, block_out)
-            chunk.store_row_scalars(lse_tangent, queries, block_lse)
+            block_out, block_lse = _jvp_block(chunk, chunk.rows_with_lse(queries, lse_rows), spanned)
+            out_rows.store(queries, block_out)
+            lse_tangent_rows.store(queries, block_lse)
     return out_tangent, lse_tangent
 
 
@@ -105,13 +105,13 @@ def _jvp_block(chunk: Chunk, block: Rows, tangents: Tangents) -> State:
         t = tangents.tile(block, q_tangent, tile)
         mean += (t.p * t.s).sum(-1, keepdim=True)
     lse_tangent = tangents.lse_rows(block, mean)
-    acc = block.q.new_zeros(*block.q.shape[:2], chunk.v.shape[-1] - 1)
+    acc = block.q.new_zeros(*block.q.shape[:2], chunk.problem.headdim_v)
     for tile in chunk.tiles(block.queries):
         t = tangents.tile(block, q_tangent, tile)
         weights = chunk.dropped(t.p, tile)
         if tangents.v is not None:
             acc.baddbmm_(weights, tangents.v[:, tile.keys])
-        acc.baddbmm_(t.s.sub_(lse_tangent).mul_(weights), chunk.v[:, tile.keys, :-1])
+        acc.baddbmm_(t.s.sub_(lse_tangent).mul_(weights), chunk.v[tile.keys])
     return acc, lse_tangent
 
 
@@ -125,13 +125,14 @@ def second(
 ) -> Gradients:
     """Gradient of <dout, out_tangent> + <dlse, lse_tangent> by the primals in ``problem.needs_grad``."""
     sums = GradientSums(problem, inputs)
-    for chunk in chunks(problem, inputs, with_ones=True):
+    for chunk in chunks(problem, inputs, ones=True):
         sums.start(chunk)
         spanned = Tangents(chunk, tangents)
+        dout_rows, lse_rows, dlse_rows = chunk.row_side(dout), *map(chunk.row_scalars, (lse, dlse))
         for queries in chunk.query_blocks():
-            block = chunk.rows_with_lse(queries, lse)
-            dout_rows, dlse_rows = chunk.query_side(dout, queries), chunk.row_scalars(dlse, queries)
-            _second_block(chunk, block, spanned, sums, dout_rows, dlse_rows)
+            block = chunk.rows_with_lse(queries, lse_rows)
+            loads = dout_rows.load(queries, chunk.dtype), dlse_rows.load(queries, chunk.dtype)
+            _second_block(chunk, block, spanned, sums, *loads)
         sums.finish(chunk)
     return sums.result()
 
@@ -175,7 +176,7 @@ def _weighted_values(
     chunk: Chunk, tangents: Tangents, tile: Tile, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a = drop * (dout v^T) and b = drop * (dout T_v^T)."""
-    a = chunk.dropped(torch.bmm(dout, chunk.v[:, tile.keys, :-1].mT), tile)
+    a = chunk.dropped(torch.bmm(dout, chunk.v[tile.keys].mT), tile)
     if tangents.v is None:
         return a, torch.zeros_like(a)
     return a, chunk.dropped(torch.bmm(dout, tangents.v[:, tile.keys].mT), tile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.backends.cpu.chunk import Chunk, Rows
+from tilewise.backends.cpu.layout import Strips, store_keys
 from tilewise.backends.cpu.tiles import Tile
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
@@ -21,7 +22,8 @@ class GradientSums:
             like = getattr(inputs, name)
             dtype = like.dtype if name in ("q", "k", "v") else problem.state_dtype
             self._totals[name] = torch.zeros(like.shape, dtype=dtype, device=like.device)
-        self._parts: Gradients = {}
+        self._keys: dict[str, Strips] = {}
+        self._q: torch.Tensor | None = None
         self.wants_scores = any(name not in ("v", "sink") for name in self._totals)
 
     def __contains__(self, name: str) -> bool:
@@ -30,34 +32,38 @@ class GradientSums:
     def start(self, chunk: Chunk) -> None:
         """Fresh sums for the keys and values of a span."""
         for name in {"k", "v"} & self._totals.keys():
-            self._parts[name] = chunk.k.new_zeros(*chunk.k.shape[:2], self._totals[name].shape[-1])
+            shape = (chunk.k if name == "k" else chunk.v).whole.shape
+            self._keys[name] = Strips(chunk.scratch.take(f"d{name}", shape).zero_(), 1)
 
     def finish(self, chunk: Chunk) -> None:
         """Store the sums of a span."""
         for name in {"k", "v"} & self._totals.keys():
-            chunk.store_keys(self._totals[name], self._parts.pop(name))
+            values = self._keys.pop(name).whole
+            store_keys(self._totals[name], chunk.span, values.mul_(chunk.scale) if name == "k" else values)
 
     def add_keys(self, name: str, tile: Tile, pairs: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add pairs^T rows to the gradient of k or v."""
-        if name in self._parts:
-            self._parts[name][:, tile.keys].baddbmm_(pairs.mT, rows)
+        """Add pairs^T rows to the gradient of k (times 1 / chunk.scale) or v."""
+        if name in self._keys:
+            self._keys[name][tile.keys].baddbmm_(pairs.transpose(1, 2), rows)
 
     def add_queries(self, pairs: torch.Tensor, keys: torch.Tensor) -> None:
         """Add pairs keys to the gradient of the current block's rows of q."""
         if "q" in self._totals:
-            if "q" not in self._parts:
-                self._parts["q"] = pairs.new_zeros(*pairs.shape[:2], keys.shape[-1])
-            self._parts["q"].baddbmm_(pairs, keys)
+            if self._q is None:
+                self._q = torch.bmm(pairs, keys)
+            else:
+                self._q.baddbmm_(pairs, keys)
 
     def add_product(self, chunk: Chunk, block: Rows, tile: Tile, dz: torch.Tensor) -> None:
         """Add what ``dz``, the gradient by the rows' product with k, gives to q and k."""
-        self.add_queries(dz, chunk.k[:, tile.keys, :-1])
-        self.add_keys("k", tile, dz, block.q[..., :-1])
+        self.add_queries(dz, chunk.k[tile.keys])
+        self.add_keys("k", tile, dz, block.q_plain)
 
     def finish_block(self, chunk: Chunk, block: Rows) -> None:
         """Store the current block's rows of q."""
-        if "q" in self._parts:
-            chunk.store_rows(self._totals["q"], block.queries, self._parts.pop("q").mul_(chunk.scale))
+        if self._q is not None:
+            chunk.row_side(self._totals["q"]).store(block.queries, self._q)
+            self._q = None
 
     def add_pairs(self, chunk: Chunk, tile: Tile, ds: torch.Tensor) -> None:
         """Add what ``ds``, the gradient by the biased scores, gives to bias and ALiBi slopes."""

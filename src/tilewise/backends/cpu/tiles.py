@@ -1,8 +1,8 @@
 """Which tiles of the score matrix a block of queries visits, and what of each is hidden.
 
-The score matrix of one K/V head, its group of query heads stacked below each other, is cut into tiles of (group *
-block_q, block_k). Tiles the band, the segments or the boolean mask exclude altogether are never visited; tiles they
-keep altogether carry no mask.
+The score matrix of one K/V head, with a row for each query and query head of its group, is cut into tiles of (block_q *
+group, block_k). Tiles the band, the segments or the boolean mask exclude altogether are never visited; tiles they keep
+altogether carry no mask.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import NamedTuple
 import torch
 
 from tilewise import masks
+from tilewise.backends.cpu.layout import Span, pairs
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
 # One thread's share of a tile, in elements. CPU: 512 KiB of fp32 leave room for the operands in a 2 MiB L2 (256 x 512
-# was the fastest of 128..512 x 256..1024). Elsewhere launches cost more than cache misses.
+# was the fastest of 128..512 x 256..2048). Elsewhere launches cost more than cache misses.
 _AREA = {"cpu": 1 << 17}
 _ROWS = {"cpu": 256}
 _AREA_ELSEWHERE, _ROWS_ELSEWHERE, _UNITS_ELSEWHERE = 1 << 20, 1024, 64
 _LEAST_COLUMNS = 512
 
 
-class Span(NamedTuple):
-    """Batch items and K/V heads worked on together, one unit for each pair of them."""
-
-    batch: slice
-    heads: slice
-
-
 class Tile(NamedTuple):
-    """``keep`` is True where the pair takes part, broadcastable to (batch, heads, group, queries, keys); None: all."""
+    """``keep`` is True where the pair takes part, broadcastable to (batch, heads, queries, group, keys); None: all.
+
+    ``factor`` is ``keep`` from column ``hidden_from`` on as 0 and 1 in the state dtype, where it is at hand: products
+    with booleans are slow, and the columns before hide nothing.
+    """
 
     queries: slice
     keys: slice
-    keep: torch.Tensor | None
+    keep: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    hidden_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,14 @@ class Tiling:
         for start in range(0, problem.seqlen_q, self.block_q):
             yield slice(start, min(start + self.block_q, problem.seqlen_q))
 
-
-def pairs(tensor: torch.Tensor, group: int, span: Span, queries: slice, keys: slice) -> torch.Tensor:
-    """The part of a (batch, nheads, seqlen_q, seqlen_k) tensor that belongs to a tile, dimensions of size 1 left.
-
-    Returns a view (batch, heads, group, queries, keys).
-    """
-    heads = tensor.shape[1]
-    five = torch.unflatten(tensor, 1, (heads // group, group) if heads > 1 else (1, 1))
-    for dim, part in ((0, span.batch), (1, span.heads), (3, queries), (4, keys)):
-        if five.shape[dim] > 1:
-            five = five.narrow(dim, part.start, part.stop - part.start)
-    return five
+    def key_blocks(self, first: int, last: int) -> Iterator[slice]:
+        """Keys first to last, ``block_k`` at a time; a short rest joins the block before it."""
+        while first < last:
+            stop = first + self.block_k
+            if last - stop <= self.block_k // 2:
+                stop = last
+            yield slice(first, stop)
+            first = stop
 
 
 class Visibility:
@@ -97,12 +93,8 @@ class Visibility:
         self.problem, self.inputs, self.tiling = problem, inputs, tiling
         self.band = masks.band(problem)
         self.may_wait = problem.device_type == "cpu"  # reading a tile's mask elsewhere would wait for the device
-        self._bands: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    @property
-    def by_pair(self) -> bool:
-        """Whether more than the band hides pairs."""
-        return self.inputs.mask is not None or self.inputs.segments_q is not None
+        self.by_pair = inputs.mask is not None or inputs.segments_q is not None
+        self._bands: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def tiles(self, span: Span, queries: slice) -> Iterator[Tile]:
         """Tiles with at least one visible pair, keys ascending."""
@@ -110,36 +102,36 @@ class Visibility:
         if lower is not None and upper is not None and lower > upper:
             return
         first, last = masks.key_range(self.band, queries.start, queries.stop, self.problem.seqlen_k)
-        for start in range(first, last, self.tiling.block_k):
-            keys = slice(start, min(start + self.tiling.block_k, last))
-            keep = None if self._full(queries, keys) else self._band_tile(queries, keys)
+        full_first = first if lower is None else queries.stop - 1 + lower  # the keys that every query sees
+        full_last = last if upper is None else queries.start + upper + 1
+        for keys in self.tiling.key_blocks(first, last):
+            full = full_first <= keys.start and keys.stop <= full_last
+            hidden_from = max(full_last - keys.start, 0) if full_first <= keys.start else 0
+            banded = () if full else self._band_tile(queries, keys, hidden_from)
             if not self.by_pair:
-                yield Tile(queries, keys, keep)
+                yield Tile(queries, keys, *banded)
                 continue
-            visited, keep = self._pair_tile(span, queries, keys, keep)
+            visited, keep = self._pair_tile(span, queries, keys, banded[0] if banded else None)
             if visited:
                 yield Tile(queries, keys, keep)
 
     def seen(self, span: Span) -> torch.Tensor:
         """Boolean (batch, heads, seqlen_k): True where some query of the span sees the key."""
-        sizes = [part.stop - part.start for part in span]
-        result = torch.zeros((*sizes, self.problem.seqlen_k), dtype=torch.bool, device=self.inputs.q.device)
+        result = torch.zeros((*span.sizes, self.problem.seqlen_k), dtype=torch.bool, device=self.inputs.q.device)
         for queries in self.tiling.query_blocks(self.problem):
             for tile in self.tiles(span, queries):
                 part = result[..., tile.keys]
-                part |= True if tile.keep is None else tile.keep.any(-2).any(2)
+                part |= True if tile.keep is None else tile.keep.any(2).any(2)
         return result
 
-    def _full(self, queries: slice, keys: slice) -> bool:
-        return masks.tile_is_full(self.band, queries.start, queries.stop, keys.start, keys.stop)
-
-    def _band_tile(self, queries: slice, keys: slice) -> torch.Tensor:
-        """The band's (1, 1, 1, queries, keys), remembered: it depends on the tile's distance to the diagonal only."""
+    def _band_tile(self, queries: slice, keys: slice, hidden_from: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A tile's keep, factor and hidden_from, remembered: its distance to the diagonal decides them."""
         place = (keys.start - queries.start, queries.stop - queries.start, keys.stop - keys.start)
         if place not in self._bands:
-            self._bands[place] = masks.band_tile(
-                self.band, queries.start, queries.stop, keys.start, keys.stop, self.inputs.q.device
-            )[None, None, None]
+            device = self.inputs.q.device
+            keep = masks.band_tile(self.band, queries.start, queries.stop, keys.start, keys.stop, device)
+            keep = keep[None, None, :, None]
+            self._bands[place] = keep, keep[..., hidden_from:].to(self.problem.state_dtype), hidden_from
         return self._bands[place]
 
     def _pair_tile(
@@ -153,7 +145,7 @@ class Visibility:
             ids_k = inputs.segments_k[span.batch, keys]
             if self.may_wait and bool(((ids_q.amin(1) > ids_k.amax(1)) | (ids_q.amax(1) < ids_k.amin(1))).all()):
                 return False, None
-            parts.append((ids_q[:, :, None] == ids_k[:, None, :])[:, None, None])
+            parts.append((ids_q[:, :, None] == ids_k[:, None, :])[:, None, :, None])
         if inputs.mask is not None:
             parts.append(pairs(inputs.mask, self.problem.group, span, queries, keys))
         total = parts[0]

@@ -80,18 +80,25 @@ def matrices(problem: Problem, inputs: Inputs) -> Matrices:
     s = scores.add_bias(capped, problem, inputs)
     s = torch.where(keep, s, torch.full_like(s, -torch.inf))
     sink = None if inputs.sink is None else inputs.sink[:, :, None]
-    lse = logsumexp(s, sink)
-    safe = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-    p_sink = None if sink is None else torch.exp(sink - safe)
-    return Matrices(q, k, v, s_scaled, slope, torch.exp(s - safe[..., None]), drop_factor(problem, inputs), p_sink, lse)
+    p, p_sink, lse = softmax(s, sink)
+    return Matrices(q, k, v, s_scaled, slope, p, drop_factor(problem, inputs), p_sink, lse)
 
 
-def logsumexp(s: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Natural log of the softmax denominator, the sink's exp included; -inf for a row without anything."""
-    if s.shape[-1] == 0:
-        s = s.new_full((*s.shape[:-1], 1), -torch.inf)
-    lse = torch.logsumexp(s, dim=-1)
-    return lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse))
+def softmax(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """p, the sink's probability, and lse (-inf for a row without anything, whose p is 0).
+
+    p is divided by its sum, not taken as exp(s - lse): beside scores of finfo.min, lse has no digits left for the sum.
+    """
+    top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    p = torch.exp(s - top[..., None])
+    p_sink = None if sink is None else torch.exp(sink - top)
+    total = p.sum(-1) if p_sink is None else p.sum(-1) + p_sink
+    lse = top + torch.log(total)
+    total = total.masked_fill(total == 0, 1.0)
+    return p / total[..., None], None if p_sink is None else p_sink / total, lse
 
 
 def dropped(matrix: torch.Tensor, drop: torch.Tensor | None) -> torch.Tensor:

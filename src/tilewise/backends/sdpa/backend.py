@@ -13,8 +13,8 @@ from tilewise.masks import band
 from tilewise.problem import DTYPE_NAMES, Problem
 from tilewise.states import merge_states
 
-# |lse| from which one rounding of it moves P by more than 2**-10.
-_LSE_LIMIT = {torch.float32: 2.0**14, torch.float64: 2.0**43}
+# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
+_LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 
 
 def _layout_reasons(problem: Problem) -> list[Reason]:
@@ -33,6 +33,7 @@ def _layout_reasons(problem: Problem) -> list[Reason]:
 
 def _feature_reasons(problem: Problem) -> list[Reason]:
     left = problem.window_left
+    reasons = []
     checks = (
         (left is not None and left < problem.seqlen_k - 1, "window_left", str(left), "none that cuts keys off"),
         (problem.segments, "segments", "ids", "none"),
@@ -43,7 +44,10 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         ("bias" in problem.needs_grad, "bias", "gradient", "a bias that needs none"),
         (problem.derivative in ("jvp", "second"), "derivative", problem.derivative, "forward or backward"),
     )
-    return [Reason(what, has, needs) for wrong, what, has, needs in checks if wrong]
+    if problem.banded and problem.softmax_scale <= 0:
+        hint = "torch's kernel scales after excluding, so -inf would turn to NaN or +inf"
+        reasons.append(Reason("softmax_scale with causal", f"{problem.softmax_scale:g}", "more than 0", hint))
+    return reasons + [Reason(what, has, needs) for wrong, what, has, needs in checks if wrong]
 
 
 def _pair_reasons(problem: Problem) -> list[Reason]:
@@ -69,6 +73,8 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _additive(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """What torch's kernel adds to the scores: the bias, and -inf where the mask excludes; 4-D, broadcast dims 1."""
+    if inputs.bias is None and inputs.mask is None:
+        return None
     bias = None if inputs.bias is None else _narrowed(inputs.bias)
     mask = None if inputs.mask is None else _narrowed(inputs.mask)
     if bias is not None and bias.dtype != problem.dtype:
@@ -138,7 +144,7 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added, scale = _additive(problem, inputs), problem.softmax_scale
     found = kernel.parts(problem)
-    if found == (Part(0, 0, problem.seqlen_k, False),):
+    if len(found) == 1 and not found[0].row and not found[0].causal:
         out, lse = kernel.forward(q, k, v, added, False, scale)
         return out.transpose(1, 2), lse
     states = []
@@ -172,24 +178,21 @@ def _backward(
     row = found[0].row
     k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added, scale = _additive(problem, inputs), problem.softmax_scale
-    rows = Rows(
-        inputs.q.transpose(1, 2)[:, :, row:],
-        out.transpose(1, 2)[:, :, row:],
-        lse[:, :, row:],
-        dout.transpose(1, 2)[:, :, row:],
-        None if dlse is None else dlse[:, :, row:],
-    )
-    low, high = (float(bound) for bound in torch.aminmax(rows.lse))
+    rows = Rows(inputs.q.transpose(1, 2), out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+    if row:
+        q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
+        rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
+    low, high = map(float, torch.aminmax(rows.lse))
     if low == -torch.inf:
         rows = kernel.without_empty(rows)
-        low, high = (float(bound) for bound in torch.aminmax(rows.lse))
-    if max(-low, high) > _LSE_LIMIT[rows.lse.dtype] and _is_asked_for(rows):
+        low, high = map(float, torch.aminmax(rows.lse))
+    if max(-low, high) > _LSE_LIMIT[problem.dtype] and _is_asked_for(rows, _LSE_LIMIT[problem.dtype]):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
-        triple = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
-        return _named(problem, inputs, *triple)
+        dq, dk, dv = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
+        return _named(problem, torch.nn.functional.pad(dq, (0, 0, row, 0)), dk, dv)
     if len(found) == 1 and found[0] == Part(0, 0, problem.seqlen_k, found[0].causal):
-        return _named(problem, inputs, *kernel.backward(rows, k, v, added, found[0].causal, scale))
+        return _named(problem, *kernel.backward(rows, k, v, added, found[0].causal, scale))
     # the rectangle and the triangle share their rows, and no key
     dq = torch.zeros(inputs.q.shape, dtype=problem.state_dtype).transpose(1, 2)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -198,19 +201,19 @@ def _backward(
         grads = kernel.backward(rows, k[:, :, keys], v[:, :, keys], kernel.cut(added, part), part.causal, scale)
         dq[:, :, row:] += grads[0]
         dk[:, :, keys], dv[:, :, keys] = grads[1], grads[2]
-    return _named(problem, inputs, dq, dk, dv)
+    return _named(problem, dq, dk, dv)
 
 
-def _is_asked_for(rows: Rows) -> bool:
+def _is_asked_for(rows: Rows, limit: float) -> bool:
     """Whether a gradient flows into any row whose lse is too large."""
-    large = rows.lse.abs() > _LSE_LIMIT[rows.lse.dtype]
+    large = rows.lse.abs() > limit
     asked = (rows.dout != 0).any(-1)
     if rows.dlse is not None:
         asked = asked | (rows.dlse != 0)
     return bool((large & asked).any())
 
 
-def _named(problem: Problem, inputs: Inputs, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
+def _named(problem: Problem, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
     """The gradients that are needed, heads back in third place, in the inputs' dtype."""
     grads = {"q": dq, "k": dk, "v": dv}
     return {name: grads[name].transpose(1, 2).to(problem.dtype) for name in problem.needs_grad}

@@ -1,6 +1,8 @@
-"""Seconds that torch's CPU kernel takes, from rates measured beside those of the ``cpu`` backend."""
+"""Seconds that torch's CPU kernel takes: a measured table, to be held against the ``cpu`` backend's estimate."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -8,26 +10,39 @@ from tilewise import masks
 from tilewise.device import DeviceFacts
 from tilewise.problem import Problem
 
-# FLOP/s of one thread, forward and backward; measured with `python -m tilewise bench cpu` on AVX-512 (Xeon, 2 cores).
+
+class Rate(NamedTuple):
+    """Nanoseconds of one thread for a pair of query and key: ``pair`` for the softmax, ``channel`` for each channel."""
+
+    pair: float
+    channel: float
+
+
+# Forward and backward, fitted to headdim 16, 64 and 128 at 1024 and 2048 tokens; one core of a Xeon with AVX-512 (bf16
+# products on AMX). The order among dtypes is the kernel's: fp16 has no products of its own on such a core.
 _RATES = {
-    torch.float64: (12e9, 10e9),
-    torch.float32: (40e9, 30e9),
-    torch.bfloat16: (40e9, 30e9),
-    torch.float16: (40e9, 30e9),
+    torch.float64: (Rate(3.0, 0.05), Rate(1.0, 0.22)),
+    torch.float32: (Rate(0.7, 0.027), Rate(1.5, 0.07)),
+    torch.bfloat16: (Rate(0.5, 0.0125), Rate(2.5, 0.05)),
+    torch.float16: (Rate(0.6, 0.03), Rate(2.0, 0.13)),
 }
-_SECONDS_PER_CALL = 10e-6
-# One thread's read and write of a number: conversions of a mask, copies of out.
-_SECONDS_PER_NUMBER = 1e-9
+_SECONDS_PER_CALL = 1e-5
+# A tile on the diagonal is computed whole; half of this many keys is wasted for each row.
+_DIAGONAL = 512
+# Turning a boolean mask into numbers, and reading them once.
+_SECONDS_PER_MASK_NUMBER = 1e-9
 
 
 def seconds(problem: Problem, facts: DeviceFacts) -> float:
-    """FLOPs of the pairs the kernel computes at a measured rate, plus a mask's conversion and the call itself."""
-    pairs = masks.kept_pairs(masks.band(problem), problem.seqlen_q, problem.seqlen_k) * problem.batch * problem.nheads
-    backward = problem.derivative == "backward"
-    flops = 2 * pairs * problem.headdim * (5 if backward else 2)
-    rate = _RATES[problem.dtype][backward] * max(1, facts.threads)
-    numbers = 1
-    for size in problem.mask_shape or (0,):
+    """Time of the pairs that are computed, of a mask's conversion and of the calls; packed, an upper bound."""
+    limits = masks.band(problem)
+    pairs = masks.kept_pairs(limits, problem.seqlen_q, problem.seqlen_k)
+    if problem.banded:
+        pairs = min(pairs + problem.seqlen_q * _DIAGONAL // 2, problem.seqlen_q * problem.seqlen_k)
+    rate = _RATES[problem.dtype][problem.derivative == "backward"]
+    work = pairs * problem.batch * problem.nheads * (rate.pair + rate.channel * problem.headdim) * 1e-9
+    numbers = 1 if problem.mask_shape else 0
+    for size in problem.mask_shape or ():
         numbers *= size
     calls = problem.batch if problem.varlen else 1
-    return flops / rate + numbers * _SECONDS_PER_NUMBER + calls * _SECONDS_PER_CALL
+    return work / max(1, facts.threads) + numbers * _SECONDS_PER_MASK_NUMBER + calls * _SECONDS_PER_CALL
