@@ -1,11 +1,7 @@
 """GPU tests: skipped without CUDA, touching it only when a test runs. PYTHONPATH=src python3 -m pytest tests/gpu -q"""
 
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
 
 import tilewise
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
 from tilewise.testing import Spec
 
 HALF = (torch.bfloat16, torch.float16)

@@ -1,12 +1,8 @@
 """Runs the Triton kernels without a GPU. The variable must be set before Triton is imported: make test does it."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
 
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
 from tilewise.testing import Spec
 
 

@@ -33,7 +33,7 @@ def head_address(ptr, stride, batch, start, head, ALIGN: tl.constexpr):
 
 @triton.jit
 def tile_addresses(ptr, stride, first, cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
-    """Addresses of the rows from ``first`` on. Aligned tensors have contiguous channels: a thread moves 16 bytes at once.
+    """Addresses of the rows from ``first`` on. Aligned tensors have contiguous channels: a thread moves 16 bytes.
 
     The 64-bit part of an address is one number for the whole tile; within it 32 bits count units of ALIGN elements,
     which

@@ -105,8 +105,8 @@ _FP32: Table = (
 
 
 _UNALIGNED: Table = (
-    Row(128, 32, 32, 4, 1, "elements are loaded one by one, each with an address: registers bound the tile; with a larger"
-        " one ptxas 12.8 spilled the descriptors of its wgmma and read outside of shared memory"),
+    Row(128, 32, 32, 4, 1, "elements are loaded one by one, each with an address: registers bound the tile; with a"
+        " larger one ptxas 12.8 spilled the descriptors of its wgmma and read outside of shared memory"),
     Row(256, 16, 32, 4, 1, "the same, 256 channels"),
     Row(10**9, 32, 32, 4, 1, "channel parts"),
 )  # fmt: skip
