@@ -1,7 +1,6 @@
 """What the tile tables can choose compiles for every device named, inside its shared memory, without a GPU.
 
-By default a covering subset runs; TILEWISE_COMPILE=all compiles every feature for every device. Each worker of pytest-xdist
-takes its share.
+By default a covering subset runs; TILEWISE_COMPILE=all compiles every feature for every device.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Extras, PairStride, Tile
+from tilewise.backends.triton.arguments import Box, Extras, PairStride, Tile
 from tilewise.backends.triton.backward import clear_tail_kernel
 from tilewise.backends.triton.blocks import block_lists_kernel, block_states_kernel
 from tilewise.backends.triton.forward import forward_kernel
@@ -50,7 +50,7 @@ def at(boxes: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, 
     """Descriptors at the addresses of this call's tensors; None stays None."""
     if boxes[0] is None:
         return boxes
-    return tuple(box._replace(base=tensor) for box, tensor in zip(boxes, tensors, strict=True))
+    return tuple([Box(t, box.shape, box.strides, box.block) for box, t in zip(boxes, tensors, strict=True)])
 
 
 class ListPlan:
