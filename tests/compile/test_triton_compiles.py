@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.compile.kernels import TARGETS, build, launches
-from tilewise.backends.triton.launch import INTERPRETED
+from tilewise.backends.triton.facts import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 FEATURES: dict[str, dict[str, object]] = {

@@ -1,4 +1,7 @@
-"""Triton as a backend: every feature on CUDA and ROCm devices, and on the CPU under Triton's interpreter."""
+"""Triton as a backend: every feature on CUDA and ROCm devices, and on the CPU under Triton's interpreter.
+
+This module imports without Triton, so that dispatch can ask what it supports; the first call imports the kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ import torch
 
 from tilewise import masks
 from tilewise.backends.triton import facts as host
-from tilewise.backends.triton.backward_plan import BackwardPlan
-from tilewise.backends.triton.launch import INTERPRETED
-from tilewise.backends.triton.plans import ForwardPlan
+from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import Inputs
@@ -61,6 +62,8 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""
+        from tilewise.backends.triton.plans import ForwardPlan
+
         q = inputs.q
         out = torch.empty((*q.shape[:-1], problem.headdim_v), dtype=q.dtype, device=q.device)
         rows = (
@@ -86,6 +89,8 @@ class Triton:
         dout is copied where its channels are not contiguous, as autograd's expanded ones are: one pass over it costs
         less than what reading it that way would.
         """
+        from tilewise.backends.triton.backward_plan import BackwardPlan
+
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
         if dlse is not None:

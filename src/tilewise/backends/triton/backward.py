@@ -86,11 +86,12 @@ def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, 
 
 
 @triton.jit
-def key_tile(dk, dv, ds_sum, k, v, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
-             delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats, m_begin,
-             n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
-             MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
+             q_start, stats, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
+             TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries)."""
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
+    q_desc, dout_desc, lse_desc, delta_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[None, :], cols[:, None]
@@ -210,6 +211,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
         stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr)
+        descriptors = (q_desc, dout_desc, lse_desc, delta_desc)
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
@@ -223,20 +226,18 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             else:
                 m_block = full_first + step
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
-                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats,
-                m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
-                False, MODE, TILE, GRADS)
+                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, False, MODE, TILE,
+                GRADS)
         for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
             if MODE.lists:
                 m_block = tl.load(list_ptr + num_full + step)
             else:
                 m_block = tl.where(step < num_left, first + step, full_last + step - num_left)
             dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr, q_desc, dout_desc, lse_desc,
-                delta_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head, q_start, stats,
-                m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k,
-                True, MODE, TILE, GRADS)
+                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, True, MODE, TILE,
+                GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
             tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))
@@ -255,11 +256,12 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
 
 @triton.jit
-def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
-               strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part,
-               seqlen_q, seqlen_k,
-               MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
+               scalars, slope, batch, head, k_start, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+               MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys)."""
+    q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
+    k_desc, v_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[:, None], cols[None, :]
@@ -360,6 +362,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
     slope = 0.0
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
+    pointers = (q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr)
+    descriptors = (k_desc, v_desc)
     dq = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -380,20 +384,18 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
         else:
             n_block = full_first + step
         dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
-            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin,
-            n_block * TILE.block_n, part, seqlen_q, seqlen_k,
-            False, MODE, TILE, GRADS)
+            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k, False, MODE,
+            TILE, GRADS)
     for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
             n_block = tl.load(list_ptr + num_full + step)
         else:
             n_block = tl.where(step < num_left, first + step, full_last + step - num_left)
         dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, k_desc, v_desc,
-            strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin,
-            n_block * TILE.block_n, part, seqlen_q, seqlen_k,
-            True, MODE, TILE, GRADS)
+            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k, True, MODE,
+            TILE, GRADS)
 
     if GRADS.q:
         dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from tilewise.backends.triton.arguments import Box, Extras, ExtraStrides, Mode, 
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, read when kernels are first imported
 VECTOR_BYTES = 16
 MAX_TILE_ROWS = 256
 OPEN = 2**30  # a window bound that excludes nothing, small enough to be added to a length

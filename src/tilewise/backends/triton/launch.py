@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 from tilewise.backends.triton.arguments import Box, PairStride, Stride
+from tilewise.backends.triton.facts import INTERPRETED
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
 POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

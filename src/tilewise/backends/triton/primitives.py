@@ -299,12 +299,11 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
     """
     i = (row_begin + tl.arange(0, ROWS)).to(tl.uint32)
     quad = (col_begin // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)
+    shape: tl.constexpr = [COLS // 4, ROWS] if TRANSPOSED else [ROWS, COLS // 4]
     if TRANSPOSED:
-        shape: tl.constexpr = [COLS // 4, ROWS]
         c0 = tl.broadcast_to(quad[:, None], shape)
         c1 = tl.broadcast_to(i[None, :], shape)
     else:
-        shape: tl.constexpr = [ROWS, COLS // 4]
         c0 = tl.broadcast_to(quad[None, :], shape)
         c1 = tl.broadcast_to(i[:, None], shape)
     c2 = tl.zeros(shape, tl.uint32) + head.to(tl.uint32)

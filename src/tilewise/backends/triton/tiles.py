@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilewise.backends.triton.arguments import Tile
-from tilewise.backends.triton.launch import INTERPRETED
+from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
 from tilewise.problem import Problem
 
