@@ -86,8 +86,8 @@ def product(a_ptr, a_stride, a_first, a_begin, a_end, b_ptr, b_stride, b_first, 
 
 
 @triton.jit
-def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
-             q_start, stats, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
+def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
+             head, q_start, stats, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr, MODE: tl.constexpr,
              TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries)."""
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
@@ -227,8 +227,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
                 m_block = full_first + step
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, False, MODE, TILE,
-                GRADS)
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, False, MODE,
+                TILE, GRADS)
         for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
             if MODE.lists:
                 m_block = tl.load(list_ptr + num_full + step)
@@ -236,8 +236,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
                 m_block = tl.where(step < num_left, first + step, full_last + step - num_left)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, True, MODE, TILE,
-                GRADS)
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, seqlen_q, seqlen_k, True, MODE,
+                TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
             tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))
@@ -256,9 +256,9 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
 
 @triton.jit
-def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-               scalars, slope, batch, head, k_start, m_begin, n_begin, part, seqlen_q, seqlen_k, MASKED: tl.constexpr,
-               MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
+               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, seqlen_q, seqlen_k,
+               MASKED: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys)."""
     q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
     k_desc, v_desc = descriptors
@@ -385,8 +385,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq
             n_block = full_first + step
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k, False, MODE,
-            TILE, GRADS)
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, seqlen_q, seqlen_k, False,
+            MODE, TILE, GRADS)
     for step in tl.range(0, num_masked, num_stages=MASKED_STAGES):
         if MODE.lists:
             n_block = tl.load(list_ptr + num_full + step)
