@@ -63,6 +63,12 @@ def _own_shape(value: torch.Tensor, dim: int | None) -> torch.Size:
 
 def _one_by_one(operator: Any, samples: int, in_dims: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
     """The operator for each sample, results stacked."""
+    if not samples:  # a sample of zeros tells the shapes
+        zeros = [
+            value.new_zeros(_own_shape(value, dim)) if isinstance(value, torch.Tensor) else value
+            for value, dim in zip(flat, in_dims, strict=True)
+        ]
+        return [result.new_empty((0, *result.shape)) for result in operator(*zeros)]
     is_batched = [dim is not None and isinstance(value, torch.Tensor) for value, dim in zip(flat, in_dims, strict=True)]
     results = [
         operator(

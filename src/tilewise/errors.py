@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewise.dispatch.choose import Trace
@@ -27,3 +27,6 @@ class UnsupportedProblem(NotImplementedError):
         super().__init__(message)
         self.problem = problem
         self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.problem, self.trace)

@@ -223,6 +223,11 @@ def use_backend(name: str) -> Iterator[None]:
         options.default.backend = before
 
 
+def _drawing_nothing(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with a seed in place of none, so that torch's generator is left alone."""
+    return {**keywords, "dropout_seed": 0} if keywords.get("dropout_seed") is None else keywords
+
+
 @_takes(dense_arguments)
 def explain(
     q: torch.Tensor,
@@ -246,7 +251,7 @@ def explain(
     Raises:
         InvalidInput, InvalidType: as ``attention``. A problem no backend runs is explained, not raised.
     """
-    return explain_arguments(dense_arguments(q, k, v, **keywords), device)
+    return explain_arguments(dense_arguments(q, k, v, **_drawing_nothing(keywords)), device)
 
 
 @_takes(varlen_arguments)
@@ -259,4 +264,4 @@ def explain_varlen(
     **keywords: Any,
 ) -> Explanation:
     """``explain`` for ``attention_varlen``; pairs and tiles are counted where the offsets lie on the CPU."""
-    return explain_arguments(varlen_arguments(q, k, v, **keywords), device)
+    return explain_arguments(varlen_arguments(q, k, v, **_drawing_nothing(keywords)), device)

@@ -8,6 +8,7 @@ derivatives are registered in ``autograd.py``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,17 @@ State = tuple[torch.Tensor, torch.Tensor]
 Optional = torch.Tensor | None
 
 
+def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with autocast off: it has cast the inputs, and must not round the state to half again."""
+
+    @functools.wraps(function)
+    def run(*flat: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*flat)
+
+    return run
+
+
 def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
     """Checked facts and tensors, and the backend that runs them."""
     problem, inputs = describe(arguments)
@@ -53,6 +65,7 @@ def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, An
     return problem, inputs, registry.load("reference" if problem.is_empty else name)
 
 
+@_beyond_autocast
 def forward(*flat: Any) -> State:
     """(out, lse) of the chosen backend; out is contiguous."""
     problem, inputs, backend = _prepare(Arguments(*flat), "forward")
@@ -79,6 +92,7 @@ def _counted(dlse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return dlse.masked_fill(lse == -torch.inf, 0.0)
 
 
+@_beyond_autocast
 def backward(
     dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
 ) -> list[torch.Tensor]:
@@ -103,6 +117,7 @@ def _named_tangents(tangents: tuple[Optional, ...], problem: Problem) -> Gradien
     return named
 
 
+@_beyond_autocast
 def jvp(*flat: Any) -> State:
     """Tangents of (out, lse)."""
     count = len(GRAD_NAMES)
@@ -113,6 +128,7 @@ def jvp(*flat: Any) -> State:
     return out_tangent.contiguous(), lse_tangent.contiguous()
 
 
+@_beyond_autocast
 def second(*flat: Any) -> list[torch.Tensor]:
     """Gradient of <dout, jvp_out> + <dlse, jvp_lse> by the primals in ``needs_grad``."""
     count = len(GRAD_NAMES)

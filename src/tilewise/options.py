@@ -18,24 +18,36 @@ _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 class _Default(threading.local):
     """What "auto" means in this thread; a thread-local, which torch.compile can trace and guard on."""
 
-    backend: str = "auto"
+    def __init__(self) -> None:
+        self.backend = "auto"  # of the instance: torch.compile does not guard on a default that its class holds
 
 
 default = _Default()
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Each argument is a tensor."""
+    """Each argument is a strided tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
+        _check_layout(name, tensor)
 
 
 def check_optional(**tensors: Any) -> None:
-    """Each argument is a tensor or None."""
+    """Each argument is a strided tensor or None."""
     for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name}: must be a torch.Tensor or None, got {type(tensor).__name__}")
+        _check_layout(name, tensor)
+
+
+def _check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Sparse and nested tensors are refused: they have no strides, and not every shape can be read."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        has = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InvalidType(f"{name}: layout is {has}, must be strided; see attention_varlen for packed sequences")
 
 
 def pair(name: str, value: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -57,6 +58,10 @@ class Problem:
             values = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
             object.__setattr__(self, "_hash", hash(values) or 1)
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without the number: strings hash otherwise in the process that reads it
+        return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @property
     def group(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -289,3 +290,18 @@ def test_use_backend_inside_a_compiled_function() -> None:
 
     x = torch.randn(1, 5, 2, 4)
     torch.testing.assert_close(compiled(call)(x), call(x))
+
+
+def test_use_backend_around_a_compiled_function() -> None:
+    x = torch.randn(1, 5, 2, 4)
+
+    def scenario() -> None:
+        call = compiled(lambda x: tilewise.attention(x, x, x, softcap=1.0))
+        out = call(x)
+        with tilewise.use_backend("sdpa"), pytest.raises(tilewise.UnsupportedProblem, match="sdpa"):
+            call(x)
+        assert torch.equal(call(x), out)
+
+    # a thread that has never named a backend
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(scenario).result()

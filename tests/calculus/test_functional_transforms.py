@@ -166,6 +166,7 @@ def test_vmap_over_packed_sequences_and_dropout_equals_the_loop(backend: str) ->
         lambda x: tilewise.attention(x[None], x[None], x[None], dropout_p=0.4, dropout_seed=3, backend=backend),
     ):
         torch.testing.assert_close(vmap(call)(q), torch.stack([call(x) for x in q]))
+        assert vmap(call)(q[:0]).shape == (0, *call(q[0]).shape)
 
 
 def test_hessian_and_both_jacobians_agree(backend: str) -> None:

@@ -115,6 +115,13 @@ def test_explain_packed_sequences(capsys):
     assert data["pairs"]["kept"] == 2 * (5 * 6 // 2 + 7 * 8 // 2)
 
 
+def test_packed_sequences_longer_than_memory_are_explained(capsys):
+    offsets, grad = ["--cu-seqlens-q", "0,2000000000", "--causal"], ["--grad", "q,k,v"]
+    data = _json(capsys, "explain", *offsets, *grad, "--window-size", "0", "0", "--json")
+    assert data["pairs"]["kept"] == 8 * 2_000_000_000
+    assert data["problem"]["inner_contiguous"] is True
+
+
 def test_explain_when_nothing_runs_it(capsys):
     status = main(["explain", "--backend", "sdpa", "--softcap", "5", "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -132,8 +139,10 @@ def test_explain_when_nothing_runs_it(capsys):
         (["--problem", '{"causal": "left"}'], "causal: is 'left', must be true, false, bottom_right or top_left"),
         (["--problem", '{"window_size": [3]}'], "window_size: is [3], must be [left, right]"),
         (["--problem", '{"dtype": "int8"}'], "dtype: is 'int8', must be one of fp64"),
+        (["--problem", '{"dtype": ["fp32"]}'], "dtype: is ['fp32'], must be one of fp64"),
         (["--problem", '{"sink": 1}'], "sink: is 1, must be true or false"),
         (["--problem", '{"grad": ["x"]}'], "grad: is ['x'], must be a list of names among q, k, v"),
+        (["--problem", '{"grad": [["q"]]}'], "grad: is [['q']], must be a list of names among q, k, v"),
         (["--problem", '{"mask": [1, -1]}'], "mask: is [1, -1], must be a list of integers"),
         (["--problem", '{"softcap": "a"}'], "softcap: is 'a', must be a number"),
         (["--problem", "[1]"], "neither JSON nor a file"),

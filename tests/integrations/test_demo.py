@@ -15,8 +15,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
+from tilewise.bench import peak
 from tilewise.cli import main
-from tilewise.demo import gpt, lengths, memory, minilm, part_lengths, part_minilm, run, settings, svg, units, worker
+from tilewise.demo import gpt, lengths, minilm, part_lengths, part_minilm, run, settings, svg, units, worker
 from tilewise.demo.progress import Progress
 
 
@@ -137,7 +138,7 @@ def test_the_workers_lines(capsys):
 
 PEAKS = """
 import torch
-from tilewise.demo.memory import PeakMemory
+from tilewise.bench.peak import PeakMemory
 torch.ones(1).sum()
 for size in (16 << 20, 1):
     with PeakMemory() as peak:
@@ -147,7 +148,7 @@ for size in (16 << 20, 1):
 
 
 def test_peak_memory_sees_what_is_freed_again():
-    if memory.available() is None:
+    if peak.available() is None:
         pytest.skip("this system does not say how much memory it has")
     # A fresh process, as the demo has it: one that has freed much before may hand the same pages out again.
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -130,6 +135,26 @@ def test_the_error_carries_problem_and_trace() -> None:
     assert isinstance(caught.value, NotImplementedError)
     assert caught.value.problem.softcap == 3
     assert {reason.what for reason in caught.value.trace[0].reasons} == {"softcap", "sink"}
+
+
+def test_the_error_and_the_explanation_may_be_copied_and_pickled() -> None:
+    q = torch.randn(1, 20, 2, 8)
+    with pytest.raises(UnsupportedProblem) as caught:
+        tilewise.attention(q, q, q, softcap=3.0, backend="sdpa")
+    error, explanation = caught.value, tilewise.explain(q, q, q)
+    for way in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        again = way(error)
+        assert (type(again), str(again)) == (UnsupportedProblem, str(error))
+        assert (again.problem, again.trace) == (error.problem, error.trace)
+        assert way(explanation) == explanation
+
+
+def test_a_problem_pickled_in_another_process_has_this_ones_hash() -> None:
+    lines = "import pickle, sys, tilewise.problem as p; x = p.Problem(2, 64, 64, 4, 2, 16, 16, softmax_scale=0.25)"
+    code = f"{lines}; hash(x); sys.stdout.buffer.write(pickle.dumps(x))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+    assert pickle.loads(done.stdout) in {PROBLEM}
 
 
 def test_use_backend_sets_the_default_of_its_thread_and_gives_it_back() -> None:

@@ -88,7 +88,13 @@ _ALL = (
     _count("nheads_k", "key and value heads (as many as query heads)"),
     _count("headdim", "channels of q and k (64)"),
     _count("headdim_v", "channels of v (as many as headdim)"),
-    Field("dtype", "fp32", lambda x: x in DTYPES, f"one of {', '.join(DTYPES)}", {"choices": list(DTYPES)}),
+    Field(
+        "dtype",
+        "fp32",
+        lambda value: isinstance(value, str) and value in DTYPES,
+        f"one of {', '.join(DTYPES)}",
+        {"choices": list(DTYPES)},
+    ),
     Field(
         "causal",
         "bottom_right (also where no corner is named) or top_left",
@@ -115,7 +121,7 @@ _ALL = (
     Field(
         "grad",
         f"which of {','.join(GRADS)} require gradients",
-        lambda value: isinstance(value, list) and set(value) <= set(GRADS),
+        lambda value: isinstance(value, list) and all(name in GRADS for name in value),
         f"a list of names among {', '.join(GRADS)}",
         {"type": lambda text: text.split(","), "metavar": "NAME,..."},
     ),
@@ -182,9 +188,11 @@ class Shapes:
         )
 
     def _empty(self, name: str, *shape: int) -> torch.Tensor:
-        # Packed offsets are numbers on the CPU, and q, k, v must be where they are; empty memory is never touched.
-        device = "meta" if self.cu_seqlens_q is None else "cpu"
-        return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=name in self.options.get("grad", ()))
+        wanted = name in self.options.get("grad", ())
+        if self.cu_seqlens_q is None:
+            return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=wanted)
+        # Packed offsets are numbers on the CPU, and q, k, v must be where they are: one row of memory stands for all.
+        return torch.empty(shape[-1], dtype=self.dtype).expand(shape).requires_grad_(wanted)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``tilewise.explain``, or of ``explain_varlen`` with cu_seqlens_q."""

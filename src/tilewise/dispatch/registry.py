@@ -9,6 +9,7 @@ from tilewise.dispatch.backend import Backend
 from tilewise.errors import InvalidInput
 
 _MODULES = {
+    "hopper": "tilewise.backends.hopper",
     "triton": "tilewise.backends.triton",
     "sdpa": "tilewise.backends.sdpa",
     "cpu": "tilewise.backends.cpu",

@@ -55,7 +55,9 @@ class Chunk:
     of the products carry one row more, of ones.
     """
 
-    def __init__(self, visibility: Visibility, span: Span, scratch: Scratch, *, ones: bool) -> None:
+    def __init__(
+        self, visibility: Visibility, span: Span, scratch: Scratch, bounded: torch.Tensor, *, ones: bool
+    ) -> None:
         self.problem, self.inputs = visibility.problem, visibility.inputs
         self.visibility, self.span, self.scratch = visibility, span, scratch
         self.group, self.dtype = self.problem.group, self.problem.state_dtype
@@ -69,24 +71,10 @@ class Chunk:
         self.k, self.v = Strips(k[..., :dim], 1), Strips(v[..., :dim_v], 1)
         self.k_columns, self.v_columns = Strips(k.mT, 2), Strips(v.mT, 2)
         self.units = k.shape[0]
-        self.bounded = self._is_bounded()
+        self.bounded = bool(bounded[span].all())
         if not self.bounded and visibility.by_pair and not all(bool(side.isfinite().all()) for side in (k, v)):
             self.seen = visibility.seen(span).flatten(0, 1)[..., None]
             self.visible(k), self.visible(v)
-
-    def _is_bounded(self) -> bool:
-        """Whether every |s| is below the bound, and the values and the sink fit."""
-        problem, inputs = self.problem, self.inputs
-        if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or problem.is_empty:
-            return False
-        if inputs.sink is not None and not float(inputs.sink.amin()) > -_SCORE_BOUND:
-            return False
-        size = float(torch.linalg.vector_norm(self.v.whole))
-        norms = [torch.linalg.vector_norm(t, dim=-1, dtype=self.dtype) for t in (self.q.whole, self.k.whole)]
-        bound = float(norms[0].amax()) * float(norms[1].amax())
-        if problem.softcap and bound < math.inf:
-            bound = min(bound, 1.0) * problem.softcap
-        return bound < _SCORE_BOUND and _VALUE_BOUNDS[0] < size < _VALUE_BOUNDS[1]
 
     # --- operands
 
@@ -112,12 +100,12 @@ class Chunk:
 
     def add_per_head(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         """Add (units, rows, 1), summed over queries, to a (batch, nheads) tensor."""
-        sums = rows.view(*self.span.sizes, -1, self.group).sum(2).flatten(1)
+        sums = rows.view(*self.span.sizes, self.group, -1).sum(-1).flatten(1)
         target[self.span.batch, self.span.heads.start * self.group : self.span.heads.stop * self.group] += sums
 
     def five(self, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """A tile's (units, rows, keys) as (batch, heads, queries, group, keys)."""
-        return matrix.view(*self.span.sizes, -1, self.group, tile.keys.stop - tile.keys.start)
+        """A tile's (units, rows, keys) as (batch, heads, group, queries, keys)."""
+        return matrix.view(*self.span.sizes, self.group, -1, tile.keys.stop - tile.keys.start)
 
     def pair_view(self, tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A tile's part of a (batch, nheads, seqlen_q, seqlen_k) tensor, broadcastable to ``five``."""
@@ -183,7 +171,7 @@ class Chunk:
         device, shift = self.inputs.q.device, self.problem.seqlen_k - self.problem.seqlen_q
         i = torch.arange(tile.queries.start, tile.queries.stop, device=device) + shift
         j = torch.arange(tile.keys.start, tile.keys.stop, device=device)
-        return (i[:, None] - j).abs().to(self.dtype).repeat_interleave(self.group, 0)
+        return (i[:, None] - j).abs().to(self.dtype).repeat(self.group, 1)
 
     def exclude(self, s: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Hidden scores become -inf, in place."""
@@ -193,8 +181,12 @@ class Chunk:
 
     def clear(self, matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Hidden entries of a finite matrix become 0, in place."""
-        if tile.factor is not None:
-            self.five(matrix, tile)[..., tile.hidden_from :].mul_(tile.factor)
+        if tile.band is not None:
+            triangles = matrix.view(self.units * self.group, -1, matrix.shape[-1])
+            if tile.band.upper is not None:
+                triangles.tril_(tile.band.upper)
+            if tile.band.lower is not None:
+                triangles.triu_(tile.band.lower)
         elif tile.keep is not None:
             self.five(matrix, tile).mul_(tile.keep)
         return matrix
@@ -213,10 +205,8 @@ class Chunk:
             (tile.queries.start, tile.queries.stop),
             (tile.keys.start, tile.keys.stop),
         )
-        keep = torch.unflatten(keep, 1, (span.sizes[1], self.group)).transpose(2, 3)
         result = matrix if into is None else self.scratch.take(into, matrix.shape)
-        torch.mul(self.five(matrix, tile), keep, out=self.five(result, tile))
-        return result.mul_(rng.keep_scale(problem.dropout_p))
+        return torch.mul(matrix, keep.view(matrix.shape), out=result).mul_(rng.keep_scale(problem.dropout_p))
 
     def probabilities(self, block: Rows, tile: Tile) -> torch.Tensor:
         """P of a tile from lse, before dropout, in scratch memory; exactly 0 where the pair is hidden."""
@@ -242,9 +232,27 @@ class Chunk:
         return self.tanh(like).square().neg_().add_(1.0).mul_(self.problem.softcap)
 
 
+def bounded_units(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """Boolean (batch, nheads_k), on the CPU: whether every |s| is below the bound, and the values and the sink fit."""
+    none = torch.zeros(problem.batch, problem.nheads_k, dtype=torch.bool)
+    if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or problem.is_empty:
+        return none
+    if inputs.sink is not None and not float(inputs.sink.amin()) > -_SCORE_BOUND:
+        return none
+    q, k, v = (
+        torch.linalg.vector_norm(tensor, dim=-1, dtype=problem.state_dtype).amax(1)
+        for tensor in (inputs.q, inputs.k, inputs.v)
+    )
+    bound = torch.unflatten(q, 1, (-1, problem.group)).amax(2) * k * abs(problem.softmax_scale)
+    if problem.softcap:
+        bound = torch.where(bound.isfinite(), bound.clamp(max=problem.softcap), bound)
+    fits: torch.Tensor = (bound < _SCORE_BOUND) & (v > _VALUE_BOUNDS[0]) & (v < _VALUE_BOUNDS[1])
+    return fits
+
+
 def chunks(problem: Problem, inputs: Inputs, *, ones: bool) -> Iterator[Chunk]:
     """The whole problem, one span at a time; ``ones`` for the passes that start from lse."""
-    tiling = Tiling.of(problem)
+    tiling, bounded = Tiling.of(problem), bounded_units(problem, inputs)
     visibility, scratch = Visibility(problem, inputs, tiling), Scratch(inputs.q, problem.state_dtype)
     for span in tiling.spans(problem):
-        yield Chunk(visibility, span, scratch, ones=ones)
+        yield Chunk(visibility, span, scratch, bounded, ones=ones)

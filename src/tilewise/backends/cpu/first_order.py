@@ -75,6 +75,8 @@ def backward(
         sums.start(chunk)
         for queries in chunk.query_blocks():
             dout_block = dout_rows.load(queries, chunk.dtype, extra=1)
+            # a row that sees nothing is constant, whatever came back through it
+            dout_block.masked_fill_(lse_rows.load(queries, chunk.dtype) == -math.inf, 0.0)
             delta = (out_rows.load(queries, chunk.dtype) * dout_block[..., :-1]).sum(-1, keepdim=True)
             if dlse_rows is not None:
                 delta -= dlse_rows.load(queries, chunk.dtype)

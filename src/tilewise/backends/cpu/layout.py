@@ -1,7 +1,7 @@
 """Tensors as the tiles read them: (units, rows or keys, dim), and memory that is taken once.
 
-A unit is a (batch item, K/V head) pair. Its rows are (query, query head of the group), queries first, so that a block
-of queries is a run of rows and K and V are never expanded.
+A unit is a (batch item, K/V head) pair. The rows of a block of queries are those of the group's query heads, one head
+below the other, so that K and V are never expanded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RowSide:
     def __init__(self, tensor: torch.Tensor, span: Span, group: int) -> None:
         heads = slice(span.heads.start * group, span.heads.stop * group)
         part = torch.unflatten(tensor[span.batch, :, heads], 2, (span.sizes[1], group))
-        self.whole = part.permute(0, 2, 1, 3, 4)
+        self._view = part.permute(0, 2, 3, 1, 4)
 
     def load(self, queries: slice, dtype: torch.dtype, *, extra: int = 0) -> torch.Tensor:
         """A copy (units, rows, dim + extra) of a block, the extra columns uninitialised."""
-        block = self.whole[:, :, queries]
+        block = self._view[:, :, :, queries]
         *outer, dim = block.shape
         result = torch.empty(*outer, dim + extra, dtype=dtype, device=block.device)
         (result[..., :dim] if extra else result).copy_(block)
@@ -42,7 +42,7 @@ class RowSide:
 
     def store(self, queries: slice, values: torch.Tensor) -> None:
         """Write a block's (units, rows, dim)."""
-        block = self.whole[:, :, queries]
+        block = self._view[:, :, :, queries]
         block.copy_(values.view(block.shape))
 
 
@@ -86,9 +86,10 @@ def load_keys(
     *outer, dim = part.shape
     result = into.take(name, (*outer, dim + ones))
     body = result[..., :dim] if ones else result
-    body.copy_(part)
-    if scale != 1.0:
-        body.mul_(scale)
+    if scale == 1.0:
+        body.copy_(part)
+    else:
+        torch.mul(part.to(body.dtype), scale, out=body)
     if ones:
         result[..., dim] = 1.0
     return result.flatten(0, 1)
@@ -100,13 +101,13 @@ def store_keys(tensor: torch.Tensor, span: Span, values: torch.Tensor) -> None:
 
 
 def pairs(tensor: torch.Tensor, group: int, span: Span, queries: slice, keys: slice) -> torch.Tensor:
-    """A tile's part of a (batch, nheads, seqlen_q, seqlen_k) tensor, as a view (batch, heads, queries, group, keys).
+    """A tile's part of a (batch, nheads, seqlen_q, seqlen_k) tensor, as a view (batch, heads, group, queries, keys).
 
     Dimensions of size 1 stay 1.
     """
     nheads = tensor.shape[1]
-    five = torch.unflatten(tensor, 1, (nheads // group, group) if nheads > 1 else (1, 1)).transpose(2, 3)
-    for dim, part in ((0, span.batch), (1, span.heads), (2, queries), (4, keys)):
+    five = torch.unflatten(tensor, 1, (nheads // group, group) if nheads > 1 else (1, 1))
+    for dim, part in ((0, span.batch), (1, span.heads), (3, queries), (4, keys)):
         if five.shape[dim] > 1:
             five = five.narrow(dim, part.start, part.stop - part.start)
     return five

@@ -132,6 +132,7 @@ def second(
         for queries in chunk.query_blocks():
             block = chunk.rows_with_lse(queries, lse_rows)
             loads = dout_rows.load(queries, chunk.dtype), dlse_rows.load(queries, chunk.dtype)
+            loads[0].masked_fill_(lse_rows.load(queries, chunk.dtype) == -torch.inf, 0.0)
             _second_block(chunk, block, spanned, sums, *loads)
         sums.finish(chunk)
     return sums.result()

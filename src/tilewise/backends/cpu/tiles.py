@@ -1,7 +1,7 @@
 """Which tiles of the score matrix a block of queries visits, and what of each is hidden.
 
-The score matrix of one K/V head, with a row for each query and query head of its group, is cut into tiles of (block_q *
-group, block_k). Tiles the band, the segments or the boolean mask exclude altogether are never visited; tiles they keep
+The score matrix of one K/V head, with a row for each query and query head of its group, is cut into tiles of (group *
+block_q, block_k). Tiles that band, segments or boolean mask exclude altogether are never visited; tiles they keep
 altogether carry no mask.
 """
 
@@ -27,17 +27,15 @@ _LEAST_COLUMNS = 512
 
 
 class Tile(NamedTuple):
-    """``keep`` is True where the pair takes part, broadcastable to (batch, heads, queries, group, keys); None: all.
+    """``keep`` is True where the pair takes part, broadcastable to (batch, heads, group, queries, keys); None: all.
 
-    ``factor`` is ``keep`` from column ``hidden_from`` on as 0 and 1 in the state dtype, where it is at hand: products
-    with booleans are slow, and the columns before hide nothing.
+    ``band`` says the same by the diagonals of the tile itself, where nothing else hides pairs.
     """
 
     queries: slice
     keys: slice
     keep: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    hidden_from: int = 0
+    band: masks.Band | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Visibility:
         self.band = masks.band(problem)
         self.may_wait = problem.device_type == "cpu"  # reading a tile's mask elsewhere would wait for the device
         self.by_pair = inputs.mask is not None or inputs.segments_q is not None
-        self._bands: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._bands: dict[tuple[int, int, int], tuple[torch.Tensor, masks.Band]] = {}
 
     def tiles(self, span: Span, queries: slice) -> Iterator[Tile]:
         """Tiles with at least one visible pair, keys ascending."""
@@ -106,8 +104,7 @@ class Visibility:
         full_last = last if upper is None else queries.start + upper + 1
         for keys in self.tiling.key_blocks(first, last):
             full = full_first <= keys.start and keys.stop <= full_last
-            hidden_from = max(full_last - keys.start, 0) if full_first <= keys.start else 0
-            banded = () if full else self._band_tile(queries, keys, hidden_from)
+            banded = () if full else self._band_tile(queries, keys)
             if not self.by_pair:
                 yield Tile(queries, keys, *banded)
                 continue
@@ -121,17 +118,17 @@ class Visibility:
         for queries in self.tiling.query_blocks(self.problem):
             for tile in self.tiles(span, queries):
                 part = result[..., tile.keys]
-                part |= True if tile.keep is None else tile.keep.any(2).any(2)
+                part |= True if tile.keep is None else tile.keep.any(-2).any(2)
         return result
 
-    def _band_tile(self, queries: slice, keys: slice, hidden_from: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A tile's keep, factor and hidden_from, remembered: its distance to the diagonal decides them."""
-        place = (keys.start - queries.start, queries.stop - queries.start, keys.stop - keys.start)
+    def _band_tile(self, queries: slice, keys: slice) -> tuple[torch.Tensor, masks.Band]:
+        """A tile's keep and band, remembered: its distance to the diagonal decides them."""
+        shift = keys.start - queries.start
+        place = (shift, queries.stop - queries.start, keys.stop - keys.start)
         if place not in self._bands:
-            device = self.inputs.q.device
-            keep = masks.band_tile(self.band, queries.start, queries.stop, keys.start, keys.stop, device)
-            keep = keep[None, None, :, None]
-            self._bands[place] = keep, keep[..., hidden_from:].to(self.problem.state_dtype), hidden_from
+            band = masks.Band(*(None if limit is None else limit - shift for limit in self.band))
+            keep = masks.band_tile(band, 0, place[1], 0, place[2], self.inputs.q.device)[None, None, None]
+            self._bands[place] = keep, band
         return self._bands[place]
 
     def _pair_tile(
@@ -145,7 +142,7 @@ class Visibility:
             ids_k = inputs.segments_k[span.batch, keys]
             if self.may_wait and bool(((ids_q.amin(1) > ids_k.amax(1)) | (ids_q.amax(1) < ids_k.amin(1))).all()):
                 return False, None
-            parts.append((ids_q[:, :, None] == ids_k[:, None, :])[:, None, :, None])
+            parts.append((ids_q[:, :, None] == ids_k[:, None, :])[:, None, None])
         if inputs.mask is not None:
             parts.append(pairs(inputs.mask, self.problem.group, span, queries, keys))
         total = parts[0]

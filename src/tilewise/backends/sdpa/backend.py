@@ -144,8 +144,8 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added, scale = _additive(problem, inputs), problem.softmax_scale
     found = kernel.parts(problem)
-    if len(found) == 1 and not found[0].row and not found[0].causal:
-        out, lse = kernel.forward(q, k, v, added, False, scale)
+    if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k):
+        out, lse = kernel.forward(q, k, v, added, found[0].causal, scale)
         return out.transpose(1, 2), lse
     states = []
     for part in found:
@@ -194,7 +194,7 @@ def _backward(
     if len(found) == 1 and found[0] == Part(0, 0, problem.seqlen_k, found[0].causal):
         return _named(problem, *kernel.backward(rows, k, v, added, found[0].causal, scale))
     # the rectangle and the triangle share their rows, and no key
-    dq = torch.zeros(inputs.q.shape, dtype=problem.state_dtype).transpose(1, 2)
+    dq = torch.zeros_like(inputs.q, dtype=problem.state_dtype).transpose(1, 2)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for part in found:
         keys = slice(part.first, part.last)

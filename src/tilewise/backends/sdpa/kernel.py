@@ -12,6 +12,7 @@ Heads come second here: q (batch, nheads, rows, headdim), as torch's kernel want
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     causal: bool
 
 
+@functools.lru_cache(maxsize=4096)
 def parts(problem: Problem) -> tuple[Part, ...]:
     """The pairs ``j - i <= upper`` as a rectangle and a top-left triangle; keys that nobody sees are left out.
 
@@ -85,7 +87,7 @@ def visibility(added: torch.Tensor, rows: int, causal: bool) -> Visibility:
     seen, keys = keep.any(-1), keep.any(-2)
     if causal and keep.shape[2] == 1 and keep.shape[3] > 1:
         first = keep.to(torch.uint8).argmax(-1)
-        seen = seen & (first <= torch.arange(rows))
+        seen = seen & (first <= torch.arange(rows, device=added.device))
     return Visibility(seen, keys)
 
 

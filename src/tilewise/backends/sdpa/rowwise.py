@@ -27,7 +27,7 @@ def _blocks(
         if added is not None:
             tile = tile + (added if added.shape[2] == 1 else added[:, :, span])
         if upper is not None:
-            above = torch.ones(tile.shape[2:], dtype=torch.bool).triu(start + upper + 1)
+            above = torch.ones_like(tile[0, 0], dtype=torch.bool).triu(start + upper + 1)
             tile = tile.masked_fill(above, -torch.inf)
         yield span, tile
 
@@ -51,12 +51,12 @@ def backward(
     """(dq, dk, dv) in the state dtype; row i of ``rows`` sees the keys j with j - i <= upper (None: all of them)."""
     seqlen_k, dtype = k.shape[2], rows.lse.dtype
     group = rows.q.shape[1] // k.shape[1]
-    seen = torch.zeros(1, 1, seqlen_k, dtype=torch.bool)
+    seen = rows.lse.new_zeros(1, 1, seqlen_k, dtype=torch.bool)
     for _, tile in _blocks(rows, seqlen_k, added, upper):
         seen = seen | (tile != -torch.inf).any(2)
     # k and v as (batch, nheads_k, 1, seqlen_k, dim) beside q as (batch, nheads_k, group, rows, dim)
     k, v = (clean_keys(t, seen).to(dtype)[:, :, None] for t in (k, v))
-    dq = torch.empty(rows.q.shape, dtype=dtype)
+    dq = rows.q.new_empty(rows.q.shape, dtype=dtype)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for span, tile in _blocks(rows, seqlen_k, added, upper):
         q, out, dout = (_grouped(t[:, :, span].to(dtype), group) for t in (rows.q, rows.out, rows.dout))

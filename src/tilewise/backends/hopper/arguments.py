@@ -1,0 +1,189 @@
+"""What crosses from the host to the kernels, and between the parts of a kernel: named tuples.
+
+Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``gl.constexpr`` is
+one compile-time value, so ``MODE.upper`` costs nothing and a feature that is off leaves no code behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+OPEN = 1 << 30  # a band's bound that nothing reaches
+
+
+class Sizes(NamedTuple):
+    """Lengths and counts of one call, all int32.
+
+    Dense: pair (i, j) is kept iff lower <= j - i <= upper. Packed: the same with j - i - (length_k - length_q).
+    """
+
+    batch: int
+    nheads: int
+    group: int  # query heads that share one key head
+    seqlen_q: int
+    seqlen_k: int
+    lower: int
+    upper: int
+    shift: int  # alibi measures |i + shift - j|
+    blocks: int  # tiles of one head (packed: slots of the tile table)
+    heads_in_flight: int  # heads whose tiles are worked on together, so that their keys stay in L2
+    tiles: int
+    rows: int  # rows of one head in lse (packed: total_q)
+
+
+class Scalars(NamedTuple):
+    """Floating-point facts of one call, fp32."""
+
+    softmax_scale: float
+    scale_log2: float  # softmax_scale * log2(e)
+    softcap_in: float  # softmax_scale * 2 * log2(e) / softcap
+    softcap_out: float  # softcap * log2(e)
+
+
+class Pointers(NamedTuple):
+    """Plain addresses; None leaves no trace in the kernel."""
+
+    ticket: Any  # int32 (1,): the next tile; 0 before and after every launch
+    lse: Any = None  # fp32 (batch, nheads, seqlen_q), packed (nheads, total_q)
+    alibi_slopes: Any = None  # fp32 (batch, nheads)
+    sink: Any = None  # fp32 (batch, nheads)
+    cu_seqlens_q: Any = None  # int32 (batch + 1,)
+    cu_seqlens_k: Any = None
+    table: Any = None  # int32: number of slots, 0, then sequence and block of every slot: see schedule.py
+
+
+class Mode(NamedTuple):
+    """Compile-time features: each combination is one specialisation of a kernel."""
+
+    lower: bool = False  # the band has a lower bound (left window)
+    upper: bool = False  # the band has an upper bound (causal, right window)
+    top_left: bool = False  # packed only: the upper bound is also <= 0
+    varlen: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    raw_scale: bool = True  # the scale is positive and nothing is added: scores need no pass of their own
+
+
+class ForwardTile(NamedTuple):
+    """Compile-time sizes of the forward: ``consumers`` warpgroups of 64 query rows share each key tile."""
+
+    block_n: int
+    block_d: int
+    block_dv: int
+    stages: int
+    consumers: int
+    registers: int  # of a consumer's thread
+    q_in_registers: bool
+    own_out: bool  # out leaves through shared memory of its own, not through q's
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.consumers
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory that one side fills and the other empties, with an mbarrier for each event."""
+
+    slots: Any
+    full: Any
+    empty: Any
+
+
+class Span(NamedTuple):
+    """Rows of one sequence: dense ``start`` is the batch index, packed the first token."""
+
+    start: Any
+    length: Any
+
+
+class Work(NamedTuple):
+    """One tile: where it lies and which pairs it keeps (lower <= j - i <= upper)."""
+
+    block: Any
+    head: Any
+    batch: Any
+    q: Any
+    k: Any
+    lower: Any
+    upper: Any
+    shift: Any
+
+
+class KeyBlocks(NamedTuple):
+    """The key blocks [first, last) of a query tile; [full_first, full_last) need no mask."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    last: Any
+
+
+class BackwardTile(NamedTuple):
+    """Compile-time sizes of the backward: a tile of ``block_n`` keys walked in steps of ``block_m`` query rows.
+
+    dq of a step falls in parts of (64, 64), as many for each of the two consumers: the column halves of 64 rows of 128
+    channels, the row halves of 128 rows of 64, or the column quarters of 64 rows of 256.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    stages: int  # of q
+    dout_stages: int
+    registers: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of dq in a step."""
+        return self.block_m * self.block_d // 4096
+
+
+class BackwardPointers(NamedTuple):
+    """Plain addresses of the backward's main kernel; None leaves no trace."""
+
+    ticket: Any  # int32 (1,): the next tile; 0 before and after every launch
+    alibi_slopes: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    table: Any = None
+
+
+class BackwardSizes(NamedTuple):
+    """Lengths and counts of one backward call, all int32; the band as in ``Sizes``."""
+
+    batch: int
+    nheads: int
+    group: int
+    seqlen_q: int
+    seqlen_k: int
+    lower: int
+    upper: int
+    shift: int
+    blocks: int  # key blocks of one head (packed: slots of the tile table)
+    tiles: int
+    row_blocks: int  # blocks of block_m rows that one query head has in the fp32 dq, lse and delta
+
+
+class Steps(NamedTuple):
+    """The query blocks a key tile meets: the masked ones first, [first, full_first) and [full_last, last)."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    masked: Any  # how many steps need the mask
+    count: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of the backward."""
+
+    q: Ring
+    dout: Ring
+    k: Ring
+    v: Ring
+    lse: Any
+    delta: Any
+    ds: Any  # two buffers of (keys, block_m rows)
+    dq: Ring

@@ -1,0 +1,204 @@
+"""The Hopper backend: what it takes, and a call's way to its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, rate, seen_keys
+from tilewise.device import DeviceFacts
+from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.inputs import Inputs
+from tilewise.masks import band, kept_pairs
+from tilewise.problem import DTYPE_NAMES, Problem
+
+TRITON = (3, 6)
+PLANS = 4096
+OVERHEAD = 1.0e-5  # seconds
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    parts = (text or "0").split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
+    found = []
+    if problem.device_type != "cuda":
+        found.append(Reason("device", problem.device_type, "cuda"))
+    if facts.arch != "sm_90":
+        found.append(Reason("arch", facts.arch or "unknown", "sm_90"))
+    if facts.triton is None or _version(facts.triton) < TRITON:
+        found.append(Reason("triton", facts.triton or "none", ">= " + ".".join(map(str, TRITON))))
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16 or bf16"))
+    return found
+
+
+def _shape_reasons(problem: Problem) -> list[Reason]:
+    found = []
+    for name, dim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if dim > MAX_HEADDIM or dim % 8:
+            found.append(Reason(name, str(dim), f"a multiple of 8, at most {MAX_HEADDIM}"))
+    if not problem.inner_contiguous:
+        found.append(Reason("strides", "a last stride that is not 1", "contiguous channels", "call .contiguous()"))
+    rows = max(problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k)
+    if rows >= 1 << 29:
+        found.append(Reason("seqlen", str(rows), "less than 2**29"))
+    return found
+
+
+def _feature_reasons(problem: Problem) -> list[Reason]:
+    found = [
+        Reason(name, "one", "none")
+        for name, present in (
+            ("mask", problem.mask_shape is not None),
+            ("bias", problem.bias_shape is not None),
+            ("segments", problem.segments),
+        )
+        if present
+    ]
+    if problem.dropout_p:
+        found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
+    if problem.derivative not in ("forward", "backward"):
+        found.append(Reason("derivative", problem.derivative, "forward or backward", 'backend="reference" has it'))
+    if not problem.needs_grad:
+        return found
+    if problem.deterministic:
+        found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
+    if "alibi_slopes" in problem.needs_grad:
+        found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
+    if problem.softmax_scale == 0:
+        found.append(Reason("softmax_scale", "0 with a gradient", "not 0"))
+    if problem.varlen and "sink" in problem.needs_grad:
+        found.append(Reason("gradient", "sink of the packed form", "q, k or v"))
+    return found
+
+
+class Hopper:
+    """Warp-specialised TMA and wgmma kernels for sm_90a."""
+
+    name = "hopper"
+    # by name only, until its whole suite has run on an H200 since the kernels last changed
+    auto_devices: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self._plans: dict[object, Any] = {}
+
+    def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
+        """Every reason against it."""
+        return (*_machine_reasons(problem, facts), *_shape_reasons(problem), *_feature_reasons(problem))
+
+    def cost(self, problem: Problem, facts: DeviceFacts) -> float:
+        """Seconds at the rates of ``tiles.RATES``; the packed form's lengths are upper bounds."""
+        pairs = kept_pairs(band(problem), problem.seqlen_q, problem.seqlen_k) * problem.batch * problem.nheads
+        flops = 2.0 * pairs * (problem.headdim + problem.headdim_v)
+        if problem.derivative == "backward":
+            return OVERHEAD + 2.5 * flops / rate(problem)
+        return OVERHEAD + flops / rate(problem)
+
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """Query rows and keys of a forward tile."""
+        tile = forward_tile(problem)
+        return tile.block_m, tile.block_n
+
+    def forward(self, problem: Problem, inputs: Inputs) -> State:
+        """(out, lse). Strides that the copy engine cannot walk, or an unaligned address, cost a copy."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        index = q.get_device()
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self.forward(problem, inputs)
+        key = (problem, q.stride(), k.stride(), v.stride(), index)
+        plan = self._plans.get(key)
+        if plan is None:
+            if problem.is_empty or _nothing_seen(problem):
+                return _empty_forward(problem, inputs)
+            from tilewise.backends.hopper.plans import ForwardPlan
+
+            plan = self._remember(key, ForwardPlan(problem, inputs))
+        if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+            return self.forward(problem, inputs.replace(q=q, k=k, v=v))
+        state: State = plan.run(inputs)
+        return state
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        """The gradients named in ``problem.needs_grad``."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        index = q.get_device()
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self.backward(problem, inputs, out, lse, dout, dlse)
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.float().contiguous()
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
+        key = (problem, strides, dlse is None, index)
+        plan = self._plans.get(key)
+        if plan is None:
+            if problem.is_empty or _nothing_seen(problem):
+                return _empty_backward(problem, inputs, lse, dlse)
+            from tilewise.backends.hopper.plans import BackwardPlan
+
+            plan = self._remember(key, BackwardPlan(problem, inputs, out, dout, dlse is not None))
+        if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
+            q, k, v, dout = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, dout))
+            return self.backward(problem, inputs.replace(q=q, k=k, v=v), out, lse, dout, dlse)
+        grads: Gradients = plan.run(inputs, out, lse, dout, dlse)
+        return grads
+
+    def _remember(self, key: object, plan: Any) -> Any:
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+
+def _elsewhere(index: int) -> bool:
+    """Whether a device other than the current one holds the tensors; kernels are launched on the current one."""
+    return index >= 0 and index != torch.cuda.current_device()
+
+
+def _nothing_seen(problem: Problem) -> bool:
+    """Whether the band alone hides every key from every query."""
+    if problem.varlen:
+        return False
+    seen = seen_keys(problem)
+    return seen.begin >= seen.end
+
+
+def _empty_forward(problem: Problem, inputs: Inputs) -> State:
+    """Every row is empty: out 0, lse -inf, or the sink's where there are rows."""
+    q = inputs.q
+    out = q.new_zeros((*q.shape[:-1], problem.headdim_v))
+    if problem.varlen:
+        return out, q.new_full((problem.nheads, problem.total_q), -torch.inf, dtype=torch.float32)
+    shape = (problem.batch, problem.nheads, problem.seqlen_q)
+    if inputs.sink is not None:
+        return out, inputs.sink.float()[..., None].expand(shape).contiguous()
+    return out, q.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def _empty_backward(
+    problem: Problem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Zeros, but for a sink, which is then all of lse."""
+    grads = {
+        name: torch.zeros_like(getattr(inputs, name), memory_format=torch.contiguous_format)
+        for name in problem.needs_grad
+    }
+    if "sink" in grads and dlse is not None and lse.numel():
+        grads["sink"] = dlse.float().masked_fill(lse == -torch.inf, 0.0).sum(-1)
+    return grads
+
+
+BACKEND = Hopper()

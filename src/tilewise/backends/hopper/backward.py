@@ -1,0 +1,192 @@
+"""The backward up to 128 channels: a tile owns 128 keys, keeps dk and dv in registers, and walks the query blocks.
+
+Each of two consumer warpgroups holds 64 keys. A step computes s^T = k q^T onto -lse and dp^T = v dout^T onto -delta, so
+that p = exp2(c s) and ds = p dp need no statistics in registers; then dv += p^T dout, dk += ds^T q, and, one step
+later so that both warpgroups' ds are there, dq = ds k, which a warp of its own adds to fp32 memory by TMA. The query
+heads of a group are walked inside the tile, so dk and dv need no atomics.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.hopper.backward_parts import (
+    dq_writer,
+    hand_over_dq,
+    locate_keys,
+    new_shared,
+    probabilities,
+    producer,
+    row_block,
+    row_steps,
+)
+from tilewise.backends.hopper.primitives import (
+    LOG2E,
+    count_tiles,
+    matrix,
+    new_tickets,
+    publish,
+    read_ticket,
+    rows_at,
+    sync_consumers,
+)
+
+
+@gluon.jit
+def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Issue this consumer's part of dq = ds k, from the ds of both."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
+    if TILE.block_m == 64:
+        return warpgroup_mma(ds.permute((1, 0)), k.slice(INDEX * 64, 64, 1), zeros, use_acc=False, is_async=True)
+    else:
+        rows = ds.slice(INDEX * 64, 64, 1).permute((1, 0))
+        return warpgroup_mma(rows, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.constexpr, FIRST: gl.constexpr,
+         MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """One block of query rows against this warpgroup's 64 keys; the first of a tile has no dq to finish."""
+    DTYPE: gl.constexpr = shared.ds.dtype
+    STAGES: gl.constexpr = TILE.stages
+    DOUT_STAGES: gl.constexpr = TILE.dout_stages
+    ROWS: gl.constexpr = TILE.block_m
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    zero = i >> 24  # not known to be 0: keeps the operands' loop-invariant descriptors out of registers
+    k = matrix(shared.k.slots.index(zero))
+    v = matrix(shared.v.slots.index(zero)).slice(INDEX * 64, 64, 0)
+    slot = i % STAGES
+    q = matrix(shared.q.slots.index(slot))
+    dout_slot = i % DOUT_STAGES
+    dout = matrix(shared.dout.slots.index(dout_slot))
+    ds_mine = shared.ds.index(i % 2).slice(INDEX * 64, 64, 0)
+
+    mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
+    lse = shared.lse.index(slot)
+    k_mine = k.slice(INDEX * 64, 64, 0)
+    if MODE.softcap:
+        start = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, use_acc=False, is_async=True)
+    else:
+        start = gl.expand_dims(lse.load(ROW), 0).broadcast_to([64, ROWS])
+        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, is_async=True)
+    if FIRST:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        sync_consumers()  # ds of step i - 1 is complete
+        dq = start_dq(shared.ds.index((i + 1) % 2), k, INDEX, TILE)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(shared.q.empty.index((i + STAGES - 1) % STAGES), count=1)
+    keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
+    rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
+    p, weight = probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED, MODE)
+    p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+
+    mbarrier.wait(shared.dout.full.index(dout_slot), (i // DOUT_STAGES) & 1)
+    if not FIRST:
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        hand_over_dq(dq, shared, i - 1, INDEX)
+    minus_delta = gl.expand_dims(shared.delta.index(dout_slot).load(ROW), 0).broadcast_to([64, ROWS])
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    dv = warpgroup_mma(p, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    publish(ds_mine, (weight * dp).to(DTYPE))
+    dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
+    dv, p = warpgroup_mma_wait(1, deps=(dv, p))  # dk goes on
+    mbarrier.arrive(shared.dout.empty.index(dout_slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
+             TILE: gl.constexpr):
+    """dk and dv of keys [64 INDEX, 64 INDEX + 64) of every tile, and one part of dq."""
+    DTYPE: gl.constexpr = dk_desc.dtype
+    STAGES: gl.constexpr = TILE.stages
+    BLOCK_D: gl.constexpr = TILE.block_d
+    ROWS: gl.constexpr = TILE.block_m
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    # dk leaves through the memory of ds, dv through that of dq: the next tile's loads need not wait for them
+    DK_SLOTS: gl.constexpr = [4 * ROWS // BLOCK_D] + dk_desc.block_type.shape
+    DV_SLOTS: gl.constexpr = [256 // BLOCK_D] + dv_desc.block_type.shape
+    dk_smem = shared.ds._reinterpret(DTYPE, DK_SLOTS, dk_desc.layout).index(INDEX)
+    dv_smem = shared.dq.slots._reinterpret(DTYPE, DV_SLOTS, dv_desc.layout).index(INDEX)
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
+    tile = gl.program_id(0)
+    n = 0
+    it = 0
+    while tile < tiles:
+        work = locate_keys(tile, pointers, sizes, MODE)
+        steps = row_steps(work, MODE, TILE)
+        key0 = work.block * TILE.block_n + INDEX * 64
+        slope_log2 = 0.0
+        dk = warpgroup_mma_init(gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT))
+        dv = gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT)
+        mbarrier.wait(shared.k.full.index(0), n & 1)
+        mbarrier.wait(shared.v.full.index(0), n & 1)
+        if MODE.alibi:
+            head = work.batch * sizes.nheads + work.head * sizes.group
+            slope_log2 = gl.load(pointers.alibi_slopes + head) * LOG2E
+        dk, dv = step(it, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, shared, slope_log2, work, scalars,
+                      INDEX, True, True, MODE, TILE)
+        it += 1
+        for g in range(0, sizes.group):
+            if MODE.alibi:
+                slope_log2 = gl.load(pointers.alibi_slopes + head + g) * LOG2E
+            done = gl.where(g == 0, 1, 0)
+            for t in range(done, steps.masked):
+                dk, dv = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, shared, slope_log2, work, scalars,
+                              INDEX, False, True, MODE, TILE)
+                it += 1
+            for t in range(gl.maximum(done, steps.masked), steps.count):
+                row0 = 0  # only ALiBi asks where an unmasked block lies
+                if MODE.alibi:
+                    row0 = row_block(steps, t, MODE) * ROWS
+                dk, dv = step(it, row0, key0, dk, dv, shared, slope_log2, work, scalars,
+                              INDEX, False, False, MODE, TILE)
+                it += 1
+        sync_consumers()
+        dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
+        dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
+        mbarrier.arrive(shared.k.empty.index(0), count=1)
+        mbarrier.arrive(shared.v.empty.index(0), count=1)
+        mbarrier.arrive(shared.q.empty.index((it + STAGES - 1) % STAGES), count=1)
+        hand_over_dq(dq, shared, it - 1, INDEX)
+        sync_consumers()
+        publish(matrix(dk_smem), (dk * scalars.softmax_scale).to(DTYPE))
+        tma.async_copy_shared_to_global(dk_desc, rows_at(work.k, work.head, key0, MODE), dk_smem)
+        mbarrier.wait(shared.dq.empty.index(INDEX), (it & 1) ^ 1)
+        publish(matrix(dv_smem), dv.to(DTYPE))
+        tma.async_copy_shared_to_global(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
+        tile = read_ticket(tickets, n)
+        n += 1
+        tma.store_wait(0)
+        sync_consumers()
+
+
+@gluon.jit
+def backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, pointers, sizes,
+                    scalars, MODE: gl.constexpr, TILE: gl.constexpr, num_warps: gl.constexpr):
+    """dk, dv and the fp32 sum of dq; persistent: a CTA draws key tiles until there are none."""
+    shared = new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, 2, TILE)
+    tickets = new_tickets(3)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consumer, (dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, 0, MODE, TILE)),
+        (consumer, (dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, 1, MODE, TILE)),
+        (producer, (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tickets, pointers, sizes, MODE,
+                    TILE)),
+        (dq_writer, (dq_desc, shared, tickets, pointers, sizes, MODE, TILE)),
+    ], [4, 1, 1], [TILE.registers, 24, 24])

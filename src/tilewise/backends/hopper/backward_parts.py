@@ -1,0 +1,239 @@
+"""What the backward kernels share: where a key tile works, who fetches, who adds dq to memory, and p^T of a step."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+)
+
+from tilewise.backends.hopper.arguments import Ring, Shared, Span, Steps, Work
+from tilewise.backends.hopper.primitives import (
+    capped,
+    count_tiles,
+    draw_ticket,
+    load,
+    new_barriers,
+    new_ring,
+    packed_sequence,
+    publish,
+    read_ticket,
+    rows_at,
+    tilt,
+    tma_reduce_add,
+)
+
+PART = gl.constexpr(128)  # rows of the fp32 map that hold one part of dq: see fragment_order
+
+
+@gluon.jit
+def locate_keys(tile, pointers, sizes, MODE: gl.constexpr):
+    """Tile number to key tile; ``head`` is the key head. Ascending blocks put the heavy ones first if causal."""
+    nheads_k = sizes.nheads // sizes.group
+    if MODE.varlen:
+        slot = tile // nheads_k
+        batch = gl.load(pointers.table + 2 * slot + 2)
+        block = gl.load(pointers.table + 2 * slot + 3)
+        return packed_sequence(block, tile - slot * nheads_k, batch, pointers, sizes, MODE)
+    else:
+        head = tile // sizes.blocks
+        block = tile - head * sizes.blocks
+        batch = head // nheads_k
+        q = Span(batch, sizes.seqlen_q)
+        k = Span(batch, sizes.seqlen_k)
+        return Work(block, head - batch * nheads_k, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
+
+
+@gluon.jit
+def row_steps(work, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The query blocks of a key tile, at least one."""
+    ROWS: gl.constexpr = TILE.block_m
+    KEYS: gl.constexpr = TILE.block_n
+    n_begin = work.block * KEYS
+    n_end = gl.minimum(n_begin + KEYS, work.k.length)
+    blocks = (work.q.length + ROWS - 1) // ROWS
+    first = 0
+    last = blocks
+    full_first = 0
+    full_last = blocks
+    if MODE.upper:
+        first = gl.maximum(n_begin - work.upper, 0) // ROWS
+        full_first = (gl.maximum(n_end - 1 - work.upper, 0) + ROWS - 1) // ROWS
+    if MODE.lower:
+        last = gl.minimum((gl.maximum(n_end - work.lower, 0) + ROWS - 1) // ROWS, blocks)
+        full_last = gl.minimum(gl.maximum(n_begin - work.lower + 1, 0) // ROWS, last)
+    first = gl.maximum(gl.minimum(first, last - 1), 0)
+    last = gl.maximum(last, first + 1)
+    if n_begin + KEYS > work.k.length:  # a ragged last block masks every step
+        full_last = first
+    full_last = gl.minimum(gl.maximum(full_last, first), last)
+    full_first = gl.minimum(gl.maximum(full_first, first), full_last)
+    masked = full_first - first + last - full_last
+    return Steps(first, full_first, full_last, masked, last - first)
+
+
+@gluon.jit
+def row_block(steps, t, MODE: gl.constexpr):
+    """The query block of step t."""
+    block = steps.first + t
+    if MODE.lower:
+        leading = steps.full_first - steps.first
+        block = gl.where(t < leading, block, steps.full_last + t - leading)
+        block = gl.where(t < steps.masked, block, steps.full_first + t - steps.masked)
+    return block
+
+
+@gluon.jit
+def statistics_block(work, sizes, g, block, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Number of a block of rows in the fp32 dq, lse and delta, g-th query head of the group.
+
+    In the packed form a sequence begins at block start // block_m + its number, which leaves room for its ragged end.
+    """
+    head = work.head * sizes.group + g
+    if MODE.varlen:
+        return head * sizes.row_blocks + work.q.start // TILE.block_m + work.batch + block
+    else:
+        return (work.batch * sizes.nheads + head) * sizes.row_blocks + block
+
+
+@gluon.jit
+def load_with_row(ring, rows_smem, slot, count, desc, coord, rows_desc, row):
+    """Fill a slot with a tile and the row statistics that go with it."""
+    mbarrier.wait(ring.empty.index(slot), (count & 1) ^ 1)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot))
+    tma.async_copy_global_to_shared(rows_desc, [row], ring.full.index(slot), rows_smem.index(slot))
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tickets, pointers, sizes,
+             MODE: gl.constexpr, TILE: gl.constexpr):
+    """Fetches k and v of every tile, q and dout of its steps; draws a tile late, so that heavy ones go first."""
+    STAGES: gl.constexpr = TILE.stages
+    DOUT_STAGES: gl.constexpr = TILE.dout_stages
+    ROWS: gl.constexpr = TILE.block_m
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
+    tile = gl.program_id(0)
+    n = 0
+    it = 0
+    while tile < tiles:
+        work = locate_keys(tile, pointers, sizes, MODE)
+        steps = row_steps(work, MODE, TILE)
+        key0 = work.block * TILE.block_n
+        for g in range(0, sizes.group):
+            head = work.head * sizes.group + g
+            for t in range(0, steps.count):
+                block = row_block(steps, t, MODE)
+                row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
+                coord = rows_at(work.q, head, block * ROWS, MODE)
+                load_with_row(shared.q, shared.lse, it % STAGES, it // STAGES, q_desc, coord, lse_desc, row)
+                if g + t == 0:
+                    load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
+                load_with_row(shared.dout, shared.delta, it % DOUT_STAGES, it // DOUT_STAGES, dout_desc, coord,
+                              delta_desc, row)
+                if g + t == 0:
+                    load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
+                it += 1
+        tile = draw_ticket(tickets, pointers.ticket, n, tiles)
+        n += 1
+
+
+@gluon.jit
+def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Adds each step's dq, the same number of parts from each consumer, to fp32 memory."""
+    EACH: gl.constexpr = TILE.parts // 2
+    tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
+    tile = gl.program_id(0)
+    n = 0
+    it = 0
+    while tile < tiles:
+        work = locate_keys(tile, pointers, sizes, MODE)
+        steps = row_steps(work, MODE, TILE)
+        for g in range(0, sizes.group):
+            for t in range(0, steps.count):
+                at = statistics_block(work, sizes, g, row_block(steps, t, MODE), MODE, TILE) * (2 * EACH)
+                for part in gl.static_range(EACH):
+                    for c in gl.static_range(2):
+                        mbarrier.wait(shared.dq.full.index(c), it & 1)
+                        tma_reduce_add(dq_desc, [(at + c * EACH + part) * PART, 0], shared.dq.slots.index(c))
+                    tma.store_wait(1)
+                    mbarrier.arrive(shared.dq.empty.index(0), count=1)
+                    tma.store_wait(0)
+                    mbarrier.arrive(shared.dq.empty.index(1), count=1)
+                    it += 1
+        tile = read_ticket(tickets, n)
+        n += 1
+
+
+@gluon.jit
+def fragment_order(dq):
+    """A part of dq, (64, 64), in the order in which threads hold it, (128, 32): stores meet no bank conflicts.
+
+    ``preprocess.after_kernel`` undoes it.
+    """
+    x = gl.reshape(dq, [4, 2, 4, 2, 8, 4, 2])
+    return gl.reshape(gl.permute(x, (4, 0, 2, 3, 5, 1, 6)), [PART, 32])
+
+
+@gluon.jit
+def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
+    """Give the i-th part of dq to the writer."""
+    mbarrier.wait(shared.dq.empty.index(INDEX), (i & 1) ^ 1)
+    publish(shared.dq.slots.index(INDEX), fragment_order(dq))
+    mbarrier.arrive(shared.dq.full.index(INDEX), count=1)
+
+
+@gluon.jit
+def keep_band_transposed(s, keys, rows, work, MODE: gl.constexpr):
+    """-inf outside the band and past the last key; bounds are kept for the keys, of which a thread has two."""
+    begin = gl.where(keys < work.k.length, 0, 1 << 30)
+    if MODE.upper:
+        begin = gl.maximum(begin, keys - work.upper)
+    keep = rows >= begin
+    if MODE.lower:
+        keep = keep & (rows <= keys - work.lower)
+    return gl.where(keep, s, float("-inf"))
+
+
+@gluon.jit
+def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
+    """p^T of a step, and p^T times the derivative of the score by softmax_scale q k^T (1 without a cap)."""
+    if MODE.softcap:
+        x, r = capped(s, scalars)
+        x = x - gl.expand_dims(lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+    else:
+        x = s * scalars.scale_log2  # s began at -lse / softmax_scale
+    if MODE.alibi:
+        x = tilt(x, rows, keys, work, slope_log2)
+    if MASKED:
+        x = keep_band_transposed(x, keys, rows, work, MODE)
+    p = gl.exp2(x)
+    if MODE.softcap:
+        return p, p * (4.0 * r * (1.0 - r))
+    else:
+        return p, p
+
+
+@gluon.jit
+def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.constexpr, TILE: gl.constexpr):
+    """Shared memory of a backward kernel with DS buffers of ds."""
+    STAGES: gl.constexpr = TILE.stages
+    DOUT_STAGES: gl.constexpr = TILE.dout_stages
+    ROWS: gl.constexpr = TILE.block_m
+    KEYS: gl.constexpr = TILE.block_n
+    return Shared(
+        new_ring(q_desc, STAGES, 2),
+        new_ring(dout_desc, DOUT_STAGES, 2),
+        new_ring(k_desc, 1, 2),
+        new_ring(v_desc, 1, 2),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [DS, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2)),
+        Ring(
+            gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
+            new_barriers(2, 1),
+            new_barriers(2, 1),
+        ),
+    )

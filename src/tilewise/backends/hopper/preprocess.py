@@ -1,0 +1,89 @@
+"""Before and after the backward's main kernel, in plain Triton: row statistics, a zeroed fp32 dq, and its conversion.
+
+Both work on padded rows: every head (packed: every sequence of every head) begins at a block of BLOCK_M rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_rows(program, parts, nheads, seqlen, head_blocks, cu_seqlens_ptr, batch, BLOCK_M: tl.constexpr,
+              CHUNK: tl.constexpr):
+    """Of the ``parts`` of a padded block: number of the block, part, batch index, head, first token, first row, length.
+
+    Heads vary fastest, so that programs that run together read whole tokens.
+    """
+    head = program % nheads
+    part = program // nheads % parts
+    within = program // nheads // parts
+    if cu_seqlens_ptr is None:
+        index = within // head_blocks
+        within = within % head_blocks
+        block = (index * nheads + head) * head_blocks + within
+        return block, part, index, head, tl.zeros((), tl.int32), within * BLOCK_M, seqlen
+    else:
+        sequence = -1  # the last sequence that begins at or before this block: see backward.statistics_block
+        for begin in range(0, batch, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            start = tl.load(cu_seqlens_ptr + at, mask=at < batch, other=0)
+            sequence += tl.sum(((start // BLOCK_M + at <= within) & (at < batch)).to(tl.int32))
+        start = tl.load(cu_seqlens_ptr + sequence)
+        row = (within - start // BLOCK_M - sequence) * BLOCK_M
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+        return head * head_blocks + within, part, tl.zeros((), tl.int32), head, start, row, length
+
+
+@triton.jit
+def head_address(ptr, stride, batch, head, token):
+    return ptr + batch.to(tl.int64) * stride[0] + token.to(tl.int64) * stride[1] + head.to(tl.int64) * stride[2]
+
+
+@triton.jit
+def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_ptr, dq_ptr, cu_seqlens_ptr, out_stride,
+                  dout_stride, lse_stride, batch, nheads, seqlen, head_blocks, headdim_v, lse_factor,
+                  BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """lse times ``lse_factor``, -delta = dlse - rowsum(out * dout), and zeros for dq.
+
+    Strides of out and dout are (batch, row, head) and of lse (batch, head), in elements. Rows past the sequence get
+    zeros; so does lse where it is -inf, for such a row is masked throughout.
+    """
+    block, part, index, head, start, row0, length = find_rows(tl.program_id(0), BLOCK_M // ROWS, nheads, seqlen,
+                                                              head_blocks, cu_seqlens_ptr, batch, BLOCK_M, CHUNK)
+    rows = row0 + part * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    inside = rows < length
+    mask = inside[:, None] & (cols < headdim_v)[None, :]
+    at = rows.to(tl.int64)[:, None]
+    out_at = head_address(out_ptr, out_stride, index, head, start) + at * out_stride[1] + cols[None, :]
+    dout_at = head_address(dout_ptr, dout_stride, index, head, start) + at * dout_stride[1] + cols[None, :]
+    out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_at, mask=mask, other=0.0).to(tl.float32)
+    minus_delta = -tl.sum(out * dout, 1)
+    lse_at = index.to(tl.int64) * lse_stride[0] + head.to(tl.int64) * lse_stride[1] + start + rows
+    lse = tl.load(lse_ptr + lse_at, mask=inside, other=0.0)
+    if dlse_ptr is not None:
+        minus_delta += tl.load(dlse_ptr + lse_at, mask=inside, other=0.0)
+    padded = block.to(tl.int64) * BLOCK_M + part * ROWS + tl.arange(0, ROWS)
+    tl.store(lse_out_ptr + padded, tl.where(lse == float("-inf"), 0.0, lse * lse_factor))
+    tl.store(delta_out_ptr + padded, minus_delta)
+    tl.store(dq_ptr + padded[:, None] * BLOCK_D + cols[None, :], tl.zeros([ROWS, BLOCK_D], tl.float32))
+
+
+@triton.jit
+def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, headdim, softmax_scale,
+                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype."""
+    block, part, index, head, start, row0, length = find_rows(tl.program_id(0), BLOCK_M // 64, nheads, seqlen,
+                                                              head_blocks, cu_seqlens_ptr, batch, BLOCK_M, CHUNK)
+    first = (block.to(tl.int64) * (BLOCK_M // 64) + part) * (64 * BLOCK_D)
+    x = tl.load(acc_ptr + first + tl.arange(0, 64 * BLOCK_D))
+    x = tl.reshape(x, [BLOCK_D // 64, 8, 4, 4, 2, 4, 2, 2])  # part, i, warp, row / 2, row % 2, quad, high row, pair
+    x = tl.reshape(tl.permute(x, (2, 6, 3, 4, 0, 1, 5, 7)), [64, BLOCK_D])
+    rows = row0 + part * 64 + tl.arange(0, 64)
+    cols = tl.arange(0, BLOCK_D)
+    at = head_address(dq_ptr, dq_stride, index, head, start) + rows.to(tl.int64)[:, None] * dq_stride[1]
+    mask = (rows < length)[:, None] & (cols < headdim)[None, :]
+    tl.store(at + cols[None, :], (x * softmax_scale).to(dq_ptr.dtype.element_ty), mask=mask)

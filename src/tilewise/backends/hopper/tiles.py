@@ -1,0 +1,127 @@
+"""Which tile a problem gets, with the reason beside each row, and the facts that a kernel is specialised on."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Mode, Scalars
+from tilewise.masks import band
+from tilewise.problem import Problem
+
+LOG2E = math.log2(math.e)
+L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside everything else
+MAX_HEADDIM = 256
+
+# (block_d, block_dv) -> tile
+_FORWARD = {
+    # instruction issue bounds it (6.5 instructions a score); three warpgroups gain nothing and waste short sequences
+    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, own_out=True),
+    # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster
+    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, own_out=True),
+    # the accumulator takes 128 registers, so a score tile may take 32; out leaves through q's memory
+    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, own_out=False),
+    # k tiles of 256 channels in which 192 are real
+    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
+}
+_BACKWARD = {
+    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64
+    64: BackwardTile(128, 128, 64, 2, 2, 240),
+    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower
+    128: BackwardTile(64, 128, 128, 2, 2, 240),
+    # half the channels for each consumer; shared memory has room for one dout
+    256: BackwardTile(64, 64, 256, 2, 1, 240),
+}
+
+
+# (pass, channels of a tile) -> FLOP/s, low in what was measured on an H200 at 4096 and 16384
+RATES = {
+    ("forward", 64): 4.0e14,
+    ("forward", 128): 6.0e14,
+    ("forward", 256): 6.5e14,
+    ("backward", 64): 4.2e14,
+    ("backward", 128): 5.0e14,
+    ("backward", 256): 3.5e14,  # not measured yet: the model of shared memory traffic says 3.8e14
+}
+
+
+def rate(problem: Problem) -> float:
+    """FLOP/s of a pass, for choosing among backends."""
+    backward = problem.derivative == "backward"
+    measured = RATES["backward" if backward else "forward", block_of(max(problem.headdim, problem.headdim_v))]
+    # the cap's derivative spills hundreds of registers in every step of the backward
+    return measured / 2 if backward and problem.softcap else measured
+
+
+def block_of(dim: int) -> int:
+    """The power of two, at least 64, that a head dimension is padded to inside a tile."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+def forward_tile(problem: Problem) -> ForwardTile:
+    """The forward's tile; pairs of head dimensions without a row of their own take the next larger square one."""
+    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    side = max(block_d, block_dv)
+    return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
+
+
+def backward_tile(problem: Problem) -> BackwardTile:
+    """The backward's tile."""
+    return _BACKWARD[block_of(max(problem.headdim, problem.headdim_v))]
+
+
+class Seen(NamedTuple):
+    """The keys [begin, end) that some query sees, and the band and ALiBi's shift counted from ``begin``."""
+
+    begin: int
+    end: int
+    lower: int
+    upper: int
+    shift: int
+
+
+def seen_keys(problem: Problem) -> Seen:
+    """Dense problems only. Keys no query sees are cut off, so that what they hold never meets a product."""
+    limits = band(problem)
+    begin = 0 if limits.lower is None else min(max(0, limits.lower), problem.seqlen_k)
+    end = problem.seqlen_k if limits.upper is None else min(problem.seqlen_k, problem.seqlen_q + limits.upper)
+    lower = -OPEN if limits.lower is None else max(limits.lower - begin, -OPEN)
+    upper = OPEN if limits.upper is None else min(limits.upper - begin, OPEN)
+    return Seen(begin, max(begin, end), lower, upper, problem.seqlen_k - problem.seqlen_q - begin)
+
+
+def mode_of(problem: Problem) -> Mode:
+    """The features of a problem; a bound that no pair reaches is none."""
+    plain = problem.softmax_scale > 0 and not problem.softcap and not problem.alibi
+    features = Mode(
+        varlen=problem.varlen, softcap=problem.softcap > 0, alibi=problem.alibi, sink=problem.sink, raw_scale=plain
+    )
+    if problem.varlen:
+        return features._replace(
+            lower=problem.window_left is not None,
+            upper=problem.window_right is not None or problem.causal is not None,
+            top_left=problem.causal == "top_left",
+        )
+    seen = seen_keys(problem)
+    return features._replace(
+        lower=problem.seqlen_q - 1 + seen.lower > 0,
+        upper=seen.upper < seen.end - seen.begin - 1,
+    )
+
+
+def scalars_of(problem: Problem) -> Scalars:
+    """Floating-point facts for the kernels."""
+    scale, cap = problem.softmax_scale, problem.softcap
+    return Scalars(
+        softmax_scale=float(scale),
+        scale_log2=scale * LOG2E,
+        softcap_in=2 * LOG2E * scale / cap if cap else 0.0,
+        softcap_out=cap * LOG2E,
+    )
+
+
+def heads_in_flight(problem: Problem) -> int:
+    """Query heads whose k and v fit L2 together."""
+    bytes_of_head = max(1, problem.seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize)
+    heads_k = max(1, L2_KEYS // bytes_of_head)
+    return min(heads_k * problem.group, problem.batch * problem.nheads)

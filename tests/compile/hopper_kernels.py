@@ -1,0 +1,118 @@
+"""The kernels a call on Hopper would launch, compiled for sm_90a without a GPU, and what their machine code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from tilewise.backends.hopper import launch, plans
+from tilewise.inputs import Arguments, describe
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED_MEMORY = 227 * 1024  # bytes that one block may have
+
+
+class Wanted(NamedTuple):
+    """A kernel that a plan would launch."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    num_warps: int
+
+
+class Machine(NamedTuple):
+    """What ptxas and the disassembly say; ``hot_spills``: local memory accesses in loops of matrix products."""
+
+    shared: int
+    serialized: bool
+    spilled: int
+    hot_spills: int
+    products: int
+
+
+@contextmanager
+def recorded() -> Iterator[list[Wanted]]:
+    """Inside, plans record their launches instead of compiling them."""
+    wanted: list[Wanted] = []
+
+    def record(kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
+        wanted.append(Wanted(kernel, arguments, num_warps))
+
+    saved = plans.Launch, plans.multiprocessors
+    plans.Launch, plans.multiprocessors = record, lambda index: 132  # type: ignore[assignment,misc]
+    try:
+        yield wanted
+    finally:
+        plans.Launch, plans.multiprocessors = saved  # type: ignore[misc]
+
+
+def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = False, **options: Any) -> list[Wanted]:
+    """What forward and backward of one call would launch."""
+    lead = (300,) if varlen else (2, 300)
+    q, dout = (torch.empty(*lead, 4, dim, dtype=dtype) for dim in (headdim, headdim_v))
+    k, v = (torch.empty(*lead, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32) if varlen else None
+    plain = dict.fromkeys(Arguments._fields) | {
+        "causal": "none",
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+        "needs_grad": ("q", "k", "v"),
+        "backend": "hopper",
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+    }
+    for name in ("alibi_slopes", "sink"):
+        if options.pop(name, False):
+            plain[name] = torch.ones(4)
+    problem, inputs = describe(Arguments(**(plain | {"q": q, "k": k, "v": v} | options)))
+    with recorded() as wanted:
+        plans.ForwardPlan(problem, inputs)
+        plans.BackwardPlan(problem, inputs, torch.empty_like(dout), dout, dlse=True)
+    return wanted
+
+
+def machine(wanted: Wanted, folder: Path) -> Machine:
+    """Compile to machine code with warnings and disassemble."""
+    compiled = launch.compile_kernel(wanted.kernel, wanted.arguments, wanted.num_warps)
+    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [BIN / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return Machine(
+        shared=compiled.metadata.shared,
+        serialized="serialized" in log,
+        spilled=sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", log)),
+        hot_spills=_local_accesses_in_loops(sass),
+        products=len(re.findall("HGMMA", sass)),
+    )
+
+
+def _local_accesses_in_loops(sass: str) -> int:
+    """Loads and stores of local memory in innermost loops that hold matrix products."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    loops = []
+    for end, text in enumerate(code):
+        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
+        if jump and labels.get(jump[1], end) < end:
+            loops.append((labels[jump[1]], end))
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    return sum(
+        sum("LDL" in text or "STL" in text for text in code[a:b])
+        for a, b in inner
+        if any("HGMMA" in text for text in code[a:b])
+    )

@@ -1,0 +1,60 @@
+"""The Hopper kernels compile for sm_90a, fit the device, and keep their matrix products asynchronous, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tests.compile.hopper_kernels import SHARED_MEMORY, launches, machine
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# every feature that a kernel is specialised on; the registers are what a combination can run out of
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window_left": 100, "window_right": 20},
+    "softcap": {"causal": "bottom_right", "softcap": 30.0},
+    "alibi_sink": {"causal": "bottom_right", "alibi_slopes": True, "sink": True},
+    "packed": {"causal": "bottom_right", "varlen": True},
+    "everything": {
+        "causal": "top_left",
+        "window_left": 100,
+        "softcap": 30.0,
+        "alibi_slopes": True,
+        "sink": True,
+        "varlen": True,
+    },
+}
+QUICK = ("causal", "everything")
+# local memory accesses in the hot loops that a combination may cost; without a row here none
+HOT_SPILLS = {"window": 8, "alibi_sink": 16, "softcap": 1400, "everything": 1400}
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+
+
+def cases() -> list[Any]:
+    """Every tile with every feature; those that only repeat what a quick one shows are slow."""
+    rows = [(*dims, BF16, name) for dims in DIMS for name in FEATURES] + [(128, 128, FP16, "causal")]
+    return [
+        pytest.param(*row, id=f"{row[0]}-{row[1]}-{str(row[2]).removeprefix('torch.')}-{row[3]}",
+                     marks=[] if row[3] in QUICK and row[2] == BF16 else [pytest.mark.slow])
+        for row in rows
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v", "dtype", "name"), cases())
+def test_machine_code(headdim: int, headdim_v: int, dtype: torch.dtype, name: str, tmp_path: Path) -> None:
+    """Shared memory fits, no product waits for the one before it, and no hot loop of a plain problem spills."""
+    for wanted in launches(headdim, headdim_v, dtype, **FEATURES[name]):
+        found = machine(wanted, tmp_path)
+        where = f"{wanted.kernel.__name__}: {found}"
+        assert found.shared <= SHARED_MEMORY, where
+        assert not found.serialized, where
+        assert found.hot_spills <= HOT_SPILLS.get(name, 0), where
+        kernel = wanted.kernel.__name__
+        if kernel == "forward_kernel" and name != "everything":
+            assert found.spilled == 0, where
+        assert (found.products > 0) == (kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel")), where

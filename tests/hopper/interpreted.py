@@ -1,0 +1,95 @@
+"""Run under TRITON_INTERPRET=1 by test_hopper_interpreted: the plain Triton kernels around the Gluon ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tilewise.backends.hopper.preprocess import after_kernel, before_kernel
+from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
+
+LENGTHS = [0, 5, 128, 300, 1, 129, 300]
+OFFSETS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+BATCH = len(LENGTHS)
+
+
+def table() -> None:
+    """Every block of every sequence once, longer sequences first."""
+    for last_first in (True, False):
+        found = torch.full((42,), -7, dtype=torch.int32)
+        table_kernel[(BATCH,)](OFFSETS, found, BATCH, 128, last_first, 4)
+        step = -1 if last_first else 1
+        order = sorted(range(BATCH), key=lambda b: -LENGTHS[b])
+        expected = [[b, block] for b in order for block in list(range(-(-LENGTHS[b] // 128)))[::step]]
+        assert found[0] == len(expected)
+        assert found[2 : 2 + 2 * len(expected)].view(-1, 2).tolist() == expected
+
+
+def clear() -> None:
+    """Only tokens beyond the last offset are written."""
+    end = int(OFFSETS[-1])
+    total = end + 70
+    out, lse = torch.full((total, 3, 72), torch.nan).half(), torch.full((3, total), torch.nan)
+    clear_kernel[(-(-total // 32),)](out, lse, OFFSETS, BATCH, total, 3, 3 * 72, 32, 128)
+    assert out[:end].isnan().all()
+    assert lse[:, :end].isnan().all()
+    assert (out[end:] == 0).all()
+    assert (lse[:, end:] == -torch.inf).all()
+
+
+def around(headdim: int, block_m: int, packed: bool) -> None:
+    """Statistics and zeros before, rows out of fragment order after, each at its padded place."""
+    nheads, batch, seqlen = 3, 2, 150
+    lengths = LENGTHS if packed else [seqlen] * batch
+    lead = (int(OFFSETS[-1]) + 4,) if packed else (batch, seqlen)
+    out, dout = (torch.randn(*lead, nheads, headdim).half() for _ in range(2))
+    rows = (nheads, lead[0]) if packed else (batch, nheads, seqlen)
+    lse, dlse = torch.randn(rows), torch.randn(rows)
+    lse.view(-1)[3] = -torch.inf
+    blocks = lead[0] // block_m + BATCH if packed else -(-seqlen // block_m)
+    padded = (1 if packed else batch) * nheads * blocks * block_m
+    stride = (0 if packed else seqlen * nheads * headdim, nheads * headdim, headdim)
+    lse_stride = (0, lead[0]) if packed else (nheads * seqlen, seqlen)
+    offsets = OFFSETS if packed else None
+    sizes = (len(lengths), nheads, seqlen, blocks)
+    found_lse, found_delta = torch.full((padded,), torch.nan), torch.full((padded,), torch.nan)
+    acc = torch.full((padded * headdim,), torch.nan)
+    tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
+    strides = (stride, stride, lse_stride)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, 2.0, block_m, headdim, 16, 4)
+    assert (acc == 0).all()
+    assert not found_lse.isnan().any()
+    assert not found_delta.isnan().any()
+    acc = torch.randn(padded * headdim)
+    dq = torch.zeros_like(out)
+    after_kernel[(padded // 64,)](acc, dq, offsets, stride, *sizes, headdim, 1.0, block_m, headdim, 4)
+    delta = -(out.float() * dout.float()).sum(-1).transpose(-1, -2) + dlse
+    for b, length in enumerate(lengths):
+        for h in range(nheads):
+            if packed:
+                first = (h * blocks + int(OFFSETS[b]) // block_m + b) * block_m
+                at = (h, slice(int(OFFSETS[b]), int(OFFSETS[b]) + length))
+                written = dq[at[1], h]
+            else:
+                first = (b * nheads + h) * blocks * block_m
+                at = (b, h)  # type: ignore[assignment]
+                written = dq[b, :, h]
+            expected = (2.0 * lse[at]).masked_fill(lse[at] == -torch.inf, 0.0)
+            torch.testing.assert_close(found_lse[first : first + length], expected)
+            torch.testing.assert_close(found_delta[first : first + length], delta[at], atol=1e-3, rtol=1e-3)
+            chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim]
+            chunks = chunks.view(-1, headdim // 64, 8, 4, 4, 2, 4, 2, 2)
+            # part, i, warp, row / 2, row % 2, quad, high row, pair -> warp, high row, row; part, i, quad, pair
+            plain = chunks.permute(0, 3, 7, 4, 5, 1, 2, 6, 8).reshape(-1, headdim)[:length]
+            torch.testing.assert_close(written, plain.half())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    table()
+    clear()
+    for packed in (False, True):
+        around(128, 64, packed)
+        around(64, 128, packed)
+        around(256, 64, packed)

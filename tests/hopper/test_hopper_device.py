@@ -1,0 +1,184 @@
+"""The Hopper kernels on the device against fp64: features, odd sizes, gradients, repeats, NaN where nobody looks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import BACKEND
+from tilewise.device import device_facts
+from tilewise.inputs import Arguments, Inputs, describe
+from tilewise.problem import Problem
+from tilewise.testing.budget import within_budget
+from tilewise.testing.oracle import attention_oracle, varlen_oracle
+
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.hopper, pytest.mark.skipif(not HERE, reason="needs an sm_90 device")]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """Sizes of a call; ``lengths`` (of queries, of keys) makes it packed; ``options`` are Arguments' fields."""
+
+    name: str
+    batch: int
+    nheads: int
+    nheads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    headdim: int
+    headdim_v: int
+    options: dict[str, Any]
+    dtype: torch.dtype = BF16
+    lengths: tuple[list[int], list[int]] | None = None
+    interleaved: bool = False  # q, k, v are views of one tensor, dout is transposed
+
+
+BR, TL = {"causal": "bottom_right"}, {"causal": "top_left"}
+ALL = BR | {"window_left": 200, "window_right": 0, "softcap": 8.0, "alibi_slopes": True, "sink": True}
+CASES = [
+    Case("full", 2, 4, 4, 256, 256, 128, 128, {}),
+    Case("gqa ragged", 1, 8, 2, 391, 517, 128, 128, BR),
+    Case("mqa top left", 1, 4, 1, 1000, 700, 64, 64, TL),
+    Case("unseen keys", 1, 4, 2, 300, 700, 128, 128, TL),
+    Case("window", 1, 4, 2, 777, 1500, 128, 128, {"window_left": 100, "window_right": 20}),
+    Case("causal window", 2, 2, 2, 130, 2000, 64, 64, BR | {"window_left": 128, "window_right": 0}),
+    Case("causal 256", 1, 4, 4, 513, 513, 256, 256, BR),
+    Case("gqa 256", 1, 4, 2, 300, 900, 256, 256, {}),
+    Case("window 256", 1, 4, 2, 300, 400, 256, 256, {"window_left": 150, "window_right": 30}, FP16),
+    Case("softcap", 1, 4, 2, 600, 600, 128, 128, BR | {"softcap": 5.0}),
+    Case("alibi", 2, 4, 2, 600, 700, 128, 128, BR | {"alibi_slopes": True}),
+    Case("alibi full 64", 1, 4, 4, 333, 444, 64, 64, {"alibi_slopes": True}),
+    Case("sink", 1, 4, 2, 600, 600, 128, 128, BR | {"sink": True}),
+    Case("everything", 1, 4, 2, 700, 650, 128, 128, ALL),
+    Case("96 fp16", 1, 4, 4, 500, 500, 96, 96, BR, FP16),
+    Case("40 ragged", 1, 2, 2, 129, 65, 40, 40, {}),
+    Case("192 and 128", 1, 4, 4, 700, 700, 192, 128, BR),
+    Case("64 and 128", 1, 4, 4, 300, 300, 64, 128, BR),
+    Case("one query", 2, 8, 2, 1, 900, 128, 128, BR),
+    Case("one key", 2, 4, 4, 200, 1, 128, 128, {}),
+    Case("empty rows", 1, 4, 4, 500, 200, 128, 128, BR),
+    Case("empty rows with a sink", 1, 4, 4, 500, 200, 128, 128, BR | {"sink": True}),
+    Case("interleaved", 2, 4, 4, 640, 640, 128, 128, BR, interleaved=True),
+    Case("negative scale", 1, 2, 2, 300, 300, 128, 128, {"softmax_scale": -0.1}),
+    Case("more tiles than CTAs", 3, 8, 4, 1500, 1500, 128, 128, BR),
+    Case("packed", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([0, 5, 128, 300, 1, 777], [3, 5, 128, 400, 1, 600])),
+    Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
+]
+
+
+def _tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(case.dtype)
+
+    heads, heads_k = case.nheads, case.nheads_k
+    if case.interleaved:
+        q, k, v = randn(case.batch, case.seqlen_q, 3, heads, case.headdim).unbind(2)
+        return {"q": q, "k": k, "v": v}, randn(case.batch, heads, case.seqlen_q, case.headdim_v).transpose(1, 2)
+    lead_q: tuple[int, ...] = (case.batch, case.seqlen_q)
+    lead_k: tuple[int, ...] = (case.batch, case.seqlen_k)
+    if case.lengths is not None:  # a few tokens beyond the last offset
+        lead_q, lead_k = (sum(case.lengths[0]) + 3,), (sum(case.lengths[1]) + 5,)
+    tensors = {
+        "q": randn(*lead_q, heads, case.headdim),
+        "k": randn(*lead_k, heads_k, case.headdim),
+        "v": randn(*lead_k, heads_k, case.headdim_v),
+    }
+    return tensors, randn(*lead_q, heads, case.headdim_v)
+
+
+def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
+    tensors, dout = _tensors(case)
+    options = dict(case.options)
+    for name in ("alibi_slopes", "sink"):
+        if options.pop(name, False):
+            tensors[name] = torch.rand(case.nheads, device="cuda") * 0.1
+    if case.lengths is not None:
+        for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_k"), case.lengths, strict=True):
+            tensors[name] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
+    plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
+    names = ["q", "k", "v", *(["sink"] if "sink" in tensors else [])]
+    plain |= {"deterministic": False, "needs_grad": names, "backend": "hopper"}
+    return Arguments(**(plain | options | tensors)), dout
+
+
+def _expected(
+    case: Case, arguments: Arguments, dout: torch.Tensor, dlse: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """out, lse and gradients in ``dtype``, on the CPU."""
+    cpu = {name: t.cpu() for name, t in arguments._asdict().items() if isinstance(t, torch.Tensor)}
+    leaves = {name: cpu[name].to(dtype).requires_grad_() for name in arguments.needs_grad}
+    keywords: dict[str, Any] = {
+        "causal": False if arguments.causal == "none" else arguments.causal,
+        "window_size": (arguments.window_left, arguments.window_right),
+        "softcap": arguments.softcap,
+        "softmax_scale": arguments.softmax_scale,
+        "alibi_slopes": cpu.get("alibi_slopes"),
+        "sink": leaves.get("sink"),
+        "dtype": dtype,
+    }
+    if case.lengths is None:
+        out, lse = attention_oracle(leaves["q"], leaves["k"], leaves["v"], **keywords)
+    else:
+        offsets = {name: cpu[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        out, lse = varlen_oracle(leaves["q"], leaves["k"], leaves["v"], **offsets, **keywords)
+    finite = torch.where(lse.isinf(), torch.zeros_like(lse), lse)
+    ((out * dout.cpu().to(out.dtype)).sum() + (finite * dlse.cpu().to(lse.dtype)).sum()).backward()
+    grads = {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach()} | grads
+
+
+def _run(
+    problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    out, lse = BACKEND.forward(problem, inputs)
+    grads = BACKEND.backward(problem.replace(derivative="backward"), inputs, out, lse, dout, dlse)
+    return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_within_budget(case: Case) -> None:
+    arguments, dout = _arguments(case)
+    problem, inputs = describe(arguments)
+    assert BACKEND.supports(problem, device_facts(arguments.q.device)) == ()
+    out, lse = BACKEND.forward(problem, inputs)
+    dlse = torch.randn_like(lse)
+    actual = _run(problem, inputs, dout, dlse)
+    assert torch.equal(actual["out"], out)
+    assert torch.equal(actual["lse"], lse)
+    if "dsink" in actual:
+        actual["dsink"] = actual["dsink"].sum(0)
+    exact = _expected(case, arguments, dout, dlse, torch.float64)
+    plain = _expected(case, arguments, dout, dlse, case.dtype)
+    for name, tensor in actual.items():
+        verdict = within_budget(tensor.cpu(), exact[name], plain[name], name=name)
+        assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(
+    ("options", "seqlen_q", "seqlen_k", "unseen"),
+    [(TL, 100, 300, slice(100, 300)), (BR | {"window_left": 20}, 64, 400, slice(0, 316))],
+)
+def test_nan_in_keys_that_no_query_sees(options: dict[str, Any], seqlen_q: int, seqlen_k: int, unseen: slice) -> None:
+    arguments, dout = _arguments(Case("", 1, 2, 2, seqlen_q, seqlen_k, 128, 128, options))
+    arguments.k[:, unseen] = torch.nan
+    arguments.v[:, unseen] = torch.nan
+    for name, tensor in _run(*describe(arguments), dout, None).items():
+        assert not tensor.isnan().any(), name
+
+
+def test_repeats_are_bitwise_equal_under_load() -> None:
+    """out, lse, dk and dv; dq is summed in any order."""
+    arguments, dout = _arguments(Case("", 2, 8, 4, 1111, 1313, 128, 128, BR))
+    problem, inputs = describe(arguments)
+    first = _run(problem, inputs, dout, None)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        again = _run(problem, inputs, dout, None)
+        for name in ("out", "lse", "dk", "dv"):
+            different += (again[name] != first[name]).any()
+    assert int(different) == 0

@@ -1,0 +1,143 @@
+"""What the Hopper backend says of itself, without a GPU: refusals, tiles, the keys that a band leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import BACKEND, tiles
+from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
+from tilewise.device import DeviceFacts
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+H200 = DeviceFacts(type="cuda", name="NVIDIA H200", arch="sm_90", multiprocessors=132, triton="3.6.0")
+SMALL: dict[str, Any] = {
+    "batch": 1,
+    "seqlen_q": 300,
+    "seqlen_k": 400,
+    "nheads": 4,
+    "nheads_k": 2,
+    "headdim": 128,
+    "headdim_v": 128,
+    "dtype": torch.bfloat16,
+    "device_type": "cuda",
+    "softmax_scale": 0.1,
+}
+
+
+def problem(**changes: Any) -> Problem:
+    return Problem(**(SMALL | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": "bottom_right", "needs_grad": ("q", "k", "v")},
+        {"window_left": 5, "window_right": 0, "dtype": torch.float16},
+        {"softcap": 30.0, "alibi": True, "sink": True, "needs_grad": ("q", "sink")},
+        {"headdim": 192, "needs_grad": ("q",)},
+        {"headdim": 8, "headdim_v": 256},
+        {"varlen": True, "total_q": 10, "total_k": 10, "needs_grad": ("k",)},
+        {"deterministic": True},
+        {"softmax_scale": -1.0, "needs_grad": ("v",)},
+    ],
+)
+def test_takes(changes: dict[str, Any]) -> None:
+    assert BACKEND.supports(problem(**changes), H200) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"device_type": "cpu"}, "device"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"headdim": 100}, "headdim"),
+        ({"headdim_v": 264}, "headdim_v"),
+        ({"inner_contiguous": False}, "strides"),
+        ({"mask_shape": (1, 1, 300, 400)}, "mask"),
+        ({"bias_shape": (1, 1, 300, 400)}, "bias"),
+        ({"segments": True}, "segments"),
+        ({"dropout_p": 0.1}, "dropout_p"),
+        ({"derivative": "jvp"}, "derivative"),
+        ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
+        ({"alibi": True, "needs_grad": ("alibi_slopes",)}, "gradient"),
+        ({"softmax_scale": 0.0, "needs_grad": ("q",)}, "softmax_scale"),
+        ({"varlen": True, "sink": True, "needs_grad": ("sink",)}, "gradient"),
+        ({"seqlen_k": 1 << 30}, "seqlen"),
+    ],
+)
+def test_refuses_with_the_reason(changes: dict[str, Any], what: str) -> None:
+    assert [reason.what for reason in BACKEND.supports(problem(**changes), H200)] == [what]
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        (DeviceFacts(type="cuda", arch="sm_100", triton="3.6.0"), "arch"),
+        (DeviceFacts(type="cuda", arch="sm_90", triton=None), "triton"),
+        (DeviceFacts(type="cuda", arch="sm_90", triton="3.5.1"), "triton"),
+    ],
+)
+def test_refuses_other_machines(facts: DeviceFacts, what: str) -> None:
+    assert [reason.what for reason in BACKEND.supports(problem(), facts)] == [what]
+
+
+def test_tile_and_cost() -> None:
+    assert BACKEND.tile(problem(), H200) == (128, 128)
+    assert BACKEND.tile(problem(headdim=256, headdim_v=256), H200) == (128, 64)
+    assert BACKEND.cost(problem(), H200) < BACKEND.cost(problem(seqlen_q=30000), H200)
+
+
+@pytest.mark.parametrize("headdim", [8, 64, 72, 128, 136, 192, 256])
+@pytest.mark.parametrize("headdim_v", [8, 64, 96, 128, 256])
+def test_every_pair_of_head_dimensions_has_a_tile(headdim: int, headdim_v: int) -> None:
+    shape = problem(headdim=headdim, headdim_v=headdim_v)
+    tile, back = tiles.forward_tile(shape), tiles.backward_tile(shape)
+    assert tile.block_d >= headdim
+    assert tile.block_dv >= headdim_v
+    assert back.block_d >= max(headdim, headdim_v)
+    assert back.parts in (2, 4)
+
+
+@pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
+@pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (4, 1), (0, 0)])
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 6)])
+def test_seen_keys_are_those_of_the_definition(
+    causal: str | None, window: tuple[int | None, int | None], lengths: tuple[int, int]
+) -> None:
+    length_q, length_k = lengths
+    shape = problem(
+        seqlen_q=length_q, seqlen_k=length_k, causal=causal, window_left=window[0], window_right=window[1]
+    )
+    shift = length_k - length_q
+    kept = {
+        (i, j)
+        for i in range(length_q)
+        for j in range(length_k)
+        if (causal is None or j <= i + (shift if causal == "bottom_right" else 0))
+        and (window[0] is None or j >= i + shift - window[0])
+        and (window[1] is None or j <= i + shift + window[1])
+    }
+    seen, mode = tiles.seen_keys(shape), tiles.mode_of(shape)
+    keys = range(seen.begin, seen.end)
+    assert {j for _, j in kept} <= set(keys)
+    assert {(i, j) for i in range(length_q) for j in keys if seen.lower <= j - seen.begin - i <= seen.upper} == kept
+    inside = [(i, j - seen.begin) for i in range(length_q) for j in keys]
+    assert mode.lower or all(j - i >= seen.lower for i, j in inside)
+    assert mode.upper or all(j - i <= seen.upper for i, j in inside)
+
+
+def test_nothing_seen_is_zeros_and_the_sink() -> None:
+    shape = problem(sink=True, needs_grad=("q", "sink"), window_right=-500)
+    tensors = {name: torch.ones(1, 300, 4, 128, dtype=torch.bfloat16) for name in ("q", "k", "v")}
+    inputs = Inputs(**tensors, sink=torch.arange(4.0)[None])
+    out, lse = _empty_forward(shape, inputs)
+    assert not out.any()
+    assert torch.equal(lse, torch.arange(4.0)[None, :, None].expand(1, 4, 300))
+    grads = _empty_backward(shape, inputs, lse, torch.ones_like(lse))
+    assert not grads["q"].any()
+    assert torch.equal(grads["sink"], torch.full((1, 4), 300.0))

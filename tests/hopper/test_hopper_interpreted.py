@@ -1,0 +1,19 @@
+"""The plain Triton kernels of the Hopper backend under Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_kernels_around_the_gluon_ones() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    script = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

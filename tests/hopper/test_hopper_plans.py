@@ -1,0 +1,135 @@
+"""What the Hopper backend hands to its kernels: maps, addresses, sizes; on CPU tensors, with launches recorded."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tilewise.backends.hopper import launch, plans
+from tilewise.backends.hopper.backend import Hopper
+from tilewise.inputs import Arguments, Inputs, describe
+from tilewise.problem import Problem
+
+
+class Recorded:
+    """Stands for a compiled kernel."""
+
+    calls: ClassVar[list[tuple[str, int, tuple[Any, ...]]]] = []
+
+    def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
+        self.name, self.grid, self.arguments = kernel.__name__, grid, arguments
+        self.run_time = sum(not parameter.is_constexpr for parameter in kernel.params)
+        launch.source(kernel, arguments)  # every argument has a type that Triton knows
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        assert len(arguments) == self.run_time
+        Recorded.calls.append((self.name, self.grid, arguments))
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[Any, ...]]]:
+    monkeypatch.setattr(plans, "Launch", Recorded)
+    monkeypatch.setattr(plans, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(plans, "current_stream", lambda index: 0)
+    monkeypatch.setattr(plans, "ticket", lambda stream, index: 7)
+    Recorded.calls.clear()
+    return Recorded.calls
+
+
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[Problem, Inputs]:
+    plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
+    plain |= {"deterministic": False, "needs_grad": ("q", "k", "v"), "backend": "hopper"}
+    return describe(Arguments(**(plain | {"q": q, "k": k, "v": v} | options)))
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def test_forward_addresses_and_grid(calls: list[Any]) -> None:
+    q, k, v = half(2, 300, 4, 128), half(2, 500, 2, 128), half(2, 500, 2, 128)
+    out, lse = Hopper().forward(*call(q, k, v))
+    ((name, grid, arguments),) = calls
+    assert (name, grid) == ("forward_kernel", 24)  # 3 blocks of 128 rows, 8 heads
+    assert [m.data_ptr() for m in arguments[:4]] == [t.data_ptr() for t in (q, k, v, out)]
+    assert arguments[0].shape == (2, 4, 300, 128)
+    assert arguments[0].strides == (300 * 512, 128, 512, 1)
+    assert arguments[4][:4] == (7, lse.data_ptr(), None, None)
+    assert out.shape == (2, 300, 4, 128)
+    assert lse.shape == (2, 4, 300)
+
+
+def test_unseen_keys_are_cut_off(calls: list[Any]) -> None:
+    q, k = half(1, 64, 2, 64), half(1, 400, 2, 64)
+    problem, inputs = call(q, k, k, causal="bottom_right", window_left=20)
+    backend = Hopper()
+    out, lse = backend.forward(problem, inputs)
+    sizes = calls[0][2][5]
+    assert calls[0][2][1].data_ptr() == k.data_ptr() + 316 * k.stride(1) * 2
+    assert (sizes.seqlen_k, sizes.lower, sizes.upper, sizes.shift) == (84, 0, 20, 20)
+    grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, lse)
+    assert [name for name, _, _ in calls[1:]] == ["before_kernel", "backward_kernel", "after_kernel"]
+    assert not grads["k"].any()  # allocated as zeros, since no tile writes all of it
+
+
+def test_one_plan_for_repeated_calls_and_a_copy_for_odd_strides(calls: list[Any]) -> None:
+    backend = Hopper()
+    q = half(1, 64, 2, 64)
+    for _ in range(2):
+        backend.forward(*call(q, q, q))
+    assert len(backend._plans) == 1
+    expanded = half(1, 1, 2, 64).expand(1, 64, 2, 64)
+    backend.forward(*call(q, expanded, q))
+    assert calls[-1][2][1].data_ptr() != expanded.data_ptr()
+    shifted = half(64 * 2 * 64 + 1)[1:].view(1, 64, 2, 64)
+    problem, inputs = call(q, shifted, q)
+    out, lse = backend.forward(problem, inputs)
+    assert calls[-1][2][1].data_ptr() % 16 == 0
+    dout = torch.ones((), dtype=torch.bfloat16).expand(1, 64, 2, 64)
+    grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, dout, None)
+    assert grads["q"].shape == q.shape
+
+
+def test_packed_form(calls: list[Any]) -> None:
+    q, k = half(300, 4, 256), half(310, 2, 256)
+    offsets = torch.tensor([0, 100, 290], dtype=torch.int64)
+    problem, inputs = call(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets, alibi_slopes=torch.ones(4))
+    backend = Hopper()
+    out, lse = backend.forward(problem, inputs)
+    assert [name for name, _, _ in calls] == ["table_kernel", "clear_kernel", "forward_kernel"]
+    assert calls[-1][2][0].shape == (0x7FFF0000, 0x7FFF0000, 4, 1 << 30, 256)
+    assert lse.shape == (4, 300)
+    backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
+    names = [name for name, _, _ in calls[3:]]
+    assert names == ["table_kernel", "before_kernel", "backward_wide_kernel", "after_kernel"]
+    sizes = calls[-2][2][10]
+    assert sizes.row_blocks == 300 // 64 + 2
+
+
+def test_sink_gradient_is_that_of_a_key_without_value() -> None:
+    q = half(1, 70, 2, 64)
+    sink = torch.randn(2)
+    problem, inputs = call(q, q, q, sink=sink, needs_grad=("q", "sink"))
+    plan = plans.BackwardPlan(problem, inputs, q, q, dlse=False)
+    lse = torch.randn(1, 2, 70)
+    lse[0, 0, 3] = -torch.inf
+    minus_delta = torch.randn(1, 2, 128)
+    expected = (torch.exp(sink[None, :, None] - lse) * minus_delta[..., :70]).masked_fill(lse == -torch.inf, 0).sum(-1)
+    torch.testing.assert_close(plan._sink_gradient(sink[None], lse, minus_delta.flatten()), expected)
+
+
+def test_nothing_to_compute() -> None:
+    backend = Hopper()
+    q = half(1, 5, 2, 64)
+    problem, inputs = call(q, half(1, 0, 2, 64), half(1, 0, 2, 64))
+    out, lse = backend.forward(problem, inputs)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+    assert not backend.backward(problem, inputs, out, lse, out, None)["q"].any()
+    packed = half(4, 2, 64)
+    offsets = torch.zeros(1, dtype=torch.int32)
+    problem, inputs = call(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert backend.forward(problem, inputs)[1].shape == (2, 4)
