@@ -9,16 +9,19 @@ interpreter (TRITON_INTERPRET=1) the same ``Launch`` runs the kernel on CPU tens
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction
 
 from tilewise.backends.triton.arguments import Box, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
 
+PRIMITIVES = "tilewise.backends.triton.primitives"
 POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -77,8 +80,23 @@ def source(kernel: Any, arguments: tuple[Any, ...], aligned: bool) -> ASTSource:
     return ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs, attributes)
 
 
+@functools.cache
+def fix_keys(module: str) -> None:
+    """Ask the functions of a module for their cache keys in one order, those of the modules they use first.
+
+    Triton's key of a function depends on which of the functions it calls were asked before it. Without this a process
+    would not find in the disk cache what another one has compiled.
+    """
+    functions = [value for value in vars(sys.modules[module]).values() if isinstance(value, JITFunction)]
+    if module != PRIMITIVES:
+        fix_keys(PRIMITIVES)
+    for function in functions:
+        hash(function.cache_key)
+
+
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], config: Config, target: GPUTarget) -> CompiledKernel:
     """The kernel for ``target``, from Triton's disk cache when it has been compiled before."""
+    fix_keys(kernel.fn.__module__)
     options = make_backend(target).parse_options({"num_warps": config.warps, "num_stages": 2})
     compiled: CompiledKernel = triton.compile(source(kernel, arguments, config.aligned), target, options.__dict__)
     return compiled
