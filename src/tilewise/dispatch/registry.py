@@ -10,6 +10,7 @@ from tilewise.errors import InvalidInput
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
+    "triton": "tilewise.backends.triton",
     "sdpa": "tilewise.backends.sdpa",
     "cpu": "tilewise.backends.cpu",
     "reference": "tilewise.backends.reference",

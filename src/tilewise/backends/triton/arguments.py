@@ -1,0 +1,136 @@
+"""What crosses from the host to the kernels: named tuples, so that a kernel reads ``strides.q.head``.
+
+Triton flattens a named tuple of run-time values into scalars and pointers; a named tuple given as ``tl.constexpr`` is
+one compile-time value, so that ``MODE.upper`` costs nothing in the kernel and a feature that is off leaves no code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Stride(NamedTuple):
+    """Strides of a (batch, seqlen, nheads, headdim) tensor in units of ``Mode.align`` elements; varlen: batch is 0."""
+
+    batch: int
+    row: int
+    head: int
+    channel: int
+
+
+class PairStride(NamedTuple):
+    """Strides of a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k), in units of its ``align`` in Mode."""
+
+    batch: int
+    head: int
+    row: int
+    col: int
+
+
+class Sizes(NamedTuple):
+    """Lengths of one call. For varlen ``seqlen_q`` and ``seqlen_k`` are upper bounds of the sequences' lengths."""
+
+    batch: int
+    nheads: int
+    group: int  # query heads for each key head
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    window_left: int  # keys left and right of i + seqlen_k - seqlen_q that query i sees
+    window_right: int
+    batch_offset: int  # added to the batch index in dropout's counter
+
+
+class Scalars(NamedTuple):
+    """Floating-point facts of one call."""
+
+    softmax_scale: float
+    softcap: float
+    keep_scale: float  # 1 / (1 - dropout_p), 0 when everything is dropped
+    max_dropped: int  # a Philox word up to this one, seen as uint32, drops its pair (stored as int32)
+
+
+class Extras(NamedTuple):
+    """Pointers that only some problems have; None leaves no trace in the kernel."""
+
+    bias: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None  # (batch, nheads) fp32
+    sink: Any = None  # (batch, nheads) fp32
+    seed: Any = None  # one int64
+    segments_q: Any = None  # (batch, seqlen_q), contiguous
+    segments_k: Any = None
+    cu_seqlens_q: Any = None  # (batch + 1,)
+    cu_seqlens_k: Any = None
+    lists: Any = None  # block lists of blocks.py, int32
+
+
+class ExtraStrides(NamedTuple):
+    """Strides of the tensors in ``Extras`` that are not contiguous by construction."""
+
+    bias: PairStride
+    mask: PairStride
+    lists: PairStride  # (batch, head, owner block, slot); slot is 1
+    slopes_batch: int
+    slopes_head: int
+    sink_batch: int
+    sink_head: int
+
+
+class Mode(NamedTuple):
+    """Compile-time features: each combination is one specialisation of the same kernel."""
+
+    lower: bool  # keys have a lower bound, j - i >= shift - window_left
+    upper: bool  # keys have an upper bound, j - i <= shift + window_right
+    top_left: bool  # the upper bound is also <= 0: the causal corner of SDPA
+    varlen: bool
+    bias: bool
+    mask: bool
+    segments: bool
+    alibi: bool
+    sink: bool
+    softcap: bool
+    dropout: bool
+    scale_first: bool  # scores become natural units before their maximum is taken: always right, one operation more
+    precise: bool  # fp32 inputs: exponentials to fp32 rounding
+    align: int  # elements that every stride and address of q, k, v and out is a multiple of; 1 promises nothing
+    bias_align: int  # the same for bias and mask, whose keys are then contiguous; 1 promises nothing
+    mask_align: int
+    precision: str  # of products of fp32 inputs
+    lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
+
+
+class Tile(NamedTuple):
+    """Compile-time sizes of a tile; ``num_d`` x ``block_d`` covers headdim, ``num_dv`` x ``block_dv`` headdim_v."""
+
+    block_m: int
+    block_n: int
+    headdim: int
+    headdim_v: int
+    block_d: int
+    block_dv: int
+    num_d: int
+    num_dv: int
+    stages: int
+    boxes: bool  # full tiles come through TMA descriptors (primitives.load_box)
+
+
+class Box(NamedTuple):
+    """A TMA descriptor before it has an address: what Triton's launcher reads of its TensorDescriptor."""
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    padding: str = "zero"
+
+
+class Grads(NamedTuple):
+    """Which gradients a backward kernel produces; ``bias`` is how: "", "tile", "row" or "col" sums of ds."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: str
+    alibi: bool

@@ -1,0 +1,262 @@
+"""The launches of a backward: delta, key gradients, query gradients, and the gradient of a shared bias."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.backends.triton import facts as host
+from tilewise.backends.triton import tiles
+from tilewise.backends.triton.arguments import Grads, Stride, Tile
+from tilewise.backends.triton.backward import (
+    bias_gradient_kernel,
+    delta_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+)
+from tilewise.backends.triton.launch import Config, Launch
+from tilewise.backends.triton.plans import ListPlan, Strides, at, blocks, clear_rows, types_of
+from tilewise.device import device_facts
+from tilewise.dispatch.backend import Gradients
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+DELTA_ROWS = 64
+
+
+def bias_kind(problem: Problem) -> str:
+    """Where a bias gradient comes from: sums of ds over a broadcast side, its tiles, or tiles summed over sharers."""
+    if "bias" not in problem.needs_grad or problem.bias_shape is None:
+        return ""
+    batch, heads, rows, cols = host.four(problem.bias_shape)
+    if cols == 1:
+        return "row"
+    if rows == 1:
+        return "col"
+    return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
+
+
+def contiguous_stride(tensor: torch.Tensor, align: int) -> Stride:
+    """Strides of a new gradient of a (batch, seqlen, heads, channels) or packed tensor."""
+    *lead, row, head, channel = tensor.shape
+    return Stride(row * head * channel // align if lead else 0, head * channel // align, channel // align, 1)
+
+
+class KeyLaunch(NamedTuple):
+    """A launch of the key gradients' kernel: which of them, through which descriptors, over which block lists."""
+
+    launch: Launch
+    grads: Grads
+    boxes: tuple[Any, ...]
+    lists: ListPlan | None
+
+
+class BackwardPlan:
+    """The launches of one backward and how their parts make the gradients asked for."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], has_dlse: bool) -> None:
+        self.problem, self.has_dlse = problem, has_dlse
+        self.kind = bias_kind(problem)
+        needs = problem.needs_grad
+        marks = host.marks_of(inputs, tensors)
+        if problem.headdim % marks.align or problem.headdim_v % marks.align:
+            marks = marks._replace(align=1)
+        self.mode, self.marks = host.mode_of(problem, marks), marks
+        q, k, v, out, dout = tensors
+        grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
+        self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
+        self.device = q.device
+        lengths = problem.total_q // 4 * 4 + 4 * problem.batch + 4  # as primitives.statistic_index counts
+        self.rows = problem.nheads * (lengths if problem.varlen else problem.batch * (-(-problem.seqlen_q // 4) * 4))
+        self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
+        self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
+        self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
+        self.query_boxes: tuple[Any, Any] = (None, None)
+        self._plan_delta(inputs)
+        if self.wants_keys:
+            self._plan_keys(inputs, q, dout)
+        if self.wants_queries:
+            self._plan_queries(inputs)
+        if self.kind == "shared":
+            self._plan_bias(inputs)
+        self._plan_tails(inputs, (q, k, v))
+
+    def _tail(self, inputs: Inputs, tile: Tile, lists: ListPlan | None, *more: Any) -> tuple[Any, ...]:
+        problem = self.problem
+        return (
+            self.strides,
+            host.extra_strides_of(inputs, self.marks, lists.stride if lists else host.NO_PAIRS),
+            host.sizes_of(problem, inputs),
+            host.scalars_of(problem),
+            *more[:-1],
+            self.mode,
+            tile,
+            *more[-1:],
+        )
+
+    def _shape(self, kernel: str) -> tiles.Shape:
+        shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
+        return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
+
+    def _config(self, warps: int) -> Config:
+        return Config(warps, self.marks.align > 1)
+
+    def _plan_delta(self, inputs: Inputs) -> None:
+        problem = self.problem
+        tile = self._shape("bias").tile._replace(block_m=DELTA_ROWS)
+        self.row_blocks = blocks(problem.seqlen_q, DELTA_ROWS)
+        wants_sink = "sink" in problem.needs_grad
+        fp32 = torch.float32
+        dlse, dsink = fp32 if self.has_dlse else None, fp32 if wants_sink else None
+        pointers = (problem.dtype, problem.dtype, fp32, dlse, fp32, fp32, dsink, types_of(inputs, lists=False))
+        strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
+        grid = self.row_blocks * problem.nheads * problem.batch
+        tail = (strides, extra_strides, sizes, mode, tile)
+        self.delta = Launch(delta_kernel, grid, pointers, tail, self._config(4), self.device)
+
+    def _pointers(self, inputs: Inputs, lists: bool, *outputs: Any) -> tuple[Any, ...]:
+        dtype, fp32 = self.problem.dtype, torch.float32
+        return (dtype, dtype, dtype, dtype, fp32, fp32, *outputs, types_of(inputs, lists))
+
+    def _plan_keys(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor) -> None:
+        """One launch for dk and dv; two, each with the registers for itself, where the head dimension asks for it."""
+        needs, column_sums = self.problem.needs_grad, self.kind == "col"
+        together = "k" in needs and "v" in needs and not tiles.splits_keys(self.problem, device_facts(self.device))
+        wanted = [Grads(False, "k" in needs, "v" in needs, "col" if column_sums else "", False)]
+        if not together:
+            wanted = [
+                Grads(False, "k" in needs, False, "col" if column_sums else "", False),
+                Grads(False, False, "v" in needs, "", False),
+            ]
+        wanted = [grads for grads in wanted if grads.k or grads.v or grads.bias]
+        self.keys = [self._plan_key_launch(inputs, q, dout, grads) for grads in wanted]
+
+    def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
+        problem, dtype = self.problem, self.problem.dtype
+        tile, warps = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
+        boxes: tuple[Any, ...] = (None,) * 4
+        if tile.boxes:
+            line = host.line_of(self.rows, tile.block_m)
+            q_box, dout_box = host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv)
+            boxes = (q_box, dout_box, line, line)
+        lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
+        outputs = (dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None)
+        pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
+        grid = blocks(problem.seqlen_k, tile.block_n) * max(tile.num_d, tile.num_dv) * problem.nheads_k * problem.batch
+        tail = (*self._tail(inputs, tile, lists), grads)
+        launch = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+        return KeyLaunch(launch, grads, boxes, lists)
+
+    def _plan_queries(self, inputs: Inputs) -> None:
+        problem, needs = self.problem, self.problem.needs_grad
+        tile, warps = self._shape("queries")
+        if tile.boxes:
+            k, v = inputs.k, inputs.v
+            self.query_boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
+        self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
+        grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",
+                      "alibi_slopes" in needs)  # fmt: skip
+        bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
+        pointers = self._pointers(
+            inputs,
+            self.mode.lists,
+            problem.dtype if grads.q else None,
+            bias_type,
+            torch.float32 if grads.alibi else None,
+            *self.query_boxes,
+        )
+        self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
+        grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
+        tail = (*self._tail(inputs, tile, self.query_lists), grads)
+        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+
+    def _plan_bias(self, inputs: Inputs) -> None:
+        problem = self.problem
+        batch, heads, _, _ = host.four(problem.bias_shape or ())
+        tile, warps = self._shape("bias")
+        grid = blocks(problem.seqlen_q, tile.block_m) * blocks(problem.seqlen_k, tile.block_n) * heads * batch
+        strides, extra_strides, sizes, scalars, mode, tile = self._tail(inputs, tile, None)
+        tail = (strides, extra_strides, sizes, scalars, batch, heads, mode, tile)
+        pointers = self._pointers(inputs, False, problem.bias_dtype)
+        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, self._config(warps), self.device)
+
+    def _plan_tails(self, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.tails: dict[str, Launch] = {}
+        sides = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)
+        for name, tensor, offsets in zip("qkv", tensors, sides, strict=True):
+            if offsets is not None and name in self.problem.needs_grad:
+                self.tails[name] = clear_rows(tuple(tensor.shape), tensor.dtype, offsets)
+
+    def run(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any) -> Gradients:
+        """The gradients, by name."""
+        problem = self.problem
+        grads: Gradients = {}
+        for name in ("q", "k", "v"):
+            if name in problem.needs_grad:
+                like = getattr(inputs, name)
+                grads[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        extras = host.extras_of(inputs)
+        row_lse, delta = torch.empty((2, self.rows), dtype=torch.float32, device=self.device)
+        dsink = self._parts(self.row_blocks) if "sink" in problem.needs_grad else None
+        self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
+        if dsink is not None:
+            grads["sink"] = dsink.sum(-1)
+        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
+        if self.wants_keys:
+            dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
+            for launch, asked, key_boxes, lists in self.keys:
+                listed = extras._replace(lists=lists.run(inputs)) if lists else extras
+                boxes = at(key_boxes, (inputs.q, dout, row_lse, delta))
+                outputs = (
+                    grads["k"] if asked.k else None,
+                    grads["v"] if asked.v else None,
+                    dbias if asked.bias else None,
+                )
+                launch((*shared, *outputs, *boxes, listed))
+            if dbias is not None:
+                grads["bias"] = self._reduced(dbias[:, :, None, :])
+        if self.wants_queries:
+            self._run_queries(inputs, shared, extras, grads)
+        if self.kind == "shared":
+            grads["bias"] = torch.empty(
+                host.four(problem.bias_shape or ()), dtype=problem.bias_dtype, device=self.device
+            )
+            self.bias((*shared, grads["bias"], extras))
+        for name, launch in self.tails.items():
+            launch((grads[name], extras.cu_seqlens_q if name == "q" else extras.cu_seqlens_k))
+        return grads
+
+    def _run_queries(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
+        problem = self.problem
+        dbias = None
+        if self.kind == "row":
+            dbias = self._side_sums(problem.seqlen_q)
+        elif self.kind == "tile":
+            # tiles that the masks exclude are not visited
+            make = torch.zeros if problem.banded or self.mode.lists else torch.empty
+            shape = (problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k)
+            grads["bias"] = dbias = make(shape, dtype=problem.bias_dtype, device=self.device)
+        dslopes = self._parts(self.query_blocks) if "alibi_slopes" in problem.needs_grad else None
+        listed = extras._replace(lists=self.query_lists.run(inputs)) if self.query_lists else extras
+        boxes = at(self.query_boxes, (inputs.k, inputs.v))
+        self.queries((*shared, grads.get("q"), dbias, dslopes, *boxes, listed))
+        if self.kind == "row" and dbias is not None:
+            grads["bias"] = self._reduced(dbias[:, :, :, None])
+        if dslopes is not None:
+            grads["alibi_slopes"] = dslopes.sum(-1)
+
+    def _parts(self, number: int) -> torch.Tensor:
+        """One fp32 number for each block of each head; summed afterwards in a fixed order."""
+        shape = (self.problem.batch, self.problem.nheads, number)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def _side_sums(self, length: int) -> torch.Tensor:
+        return self._parts(length)
+
+    def _reduced(self, sums: torch.Tensor) -> torch.Tensor:
+        """fp32 sums of ds over one side, summed over whatever else the bias was broadcast on."""
+        shape = host.four(self.problem.bias_shape or ())
+        dims = [d for d, (has, is_one) in enumerate(zip(sums.shape, shape, strict=True)) if is_one == 1 and has != 1]
+        total = sums.sum(dims, keepdim=True) if dims else sums
+        return total.to(self.problem.bias_dtype or torch.float32)

@@ -1,0 +1,207 @@
+"""The host's half of the arguments: named tuples of a problem and its tensors, in the units that the kernels expect."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from tilewise import rng
+from tilewise.backends.triton.arguments import Box, Extras, ExtraStrides, Mode, PairStride, Scalars, Sizes, Stride
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, read when kernels are first imported
+VECTOR_BYTES = 16
+MAX_TILE_ROWS = 256
+OPEN = 2**30  # a window bound that excludes nothing, small enough to be added to a length
+NO_PAIRS = PairStride(0, 0, 0, 0)
+
+
+def stride_of(tensor: torch.Tensor, align: int) -> Stride:
+    """Strides of q, k, v, out or one of their gradients, dense or packed, in units of ``align`` elements."""
+    strides = tensor.stride() if tensor.ndim == 4 else (0, *tensor.stride())
+    batch, row, head, channel = strides
+    return Stride(batch // align, row // align, head // align, channel)
+
+
+def pair_stride(tensor: torch.Tensor | None, align: int) -> PairStride:
+    """Strides of a 4-D tensor that broadcasts over pairs: 0 in a dimension of size 1."""
+    if tensor is None:
+        return NO_PAIRS
+    batch, head, row, col = (0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return PairStride(batch // align, head // align, row // align, col)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a thread may move 16 bytes of channels at once: contiguous, and every row starts at a multiple of 16.
+
+    A tile's rows must also lie within 2 ** 31 units of 16 bytes.
+    """
+    unit = VECTOR_BYTES // tensor.element_size()
+    *outer, inner = tensor.stride()
+    near = tensor.stride(-3) // unit < 2**31 // MAX_TILE_ROWS
+    return inner == 1 and near and tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride % unit == 0 for stride in outer)
+
+
+def box_of(tensor: torch.Tensor, rows: int, channels: int) -> Box:
+    """A TMA descriptor of a dense or packed tensor, for tiles of (rows, channels); it still needs an address.
+
+    A dimension of size 1 may have any stride, 0 too, which the copy engine does not take.
+    """
+    unit = VECTOR_BYTES // tensor.element_size()
+    shape = tuple(tensor.shape) if tensor.ndim == 4 else (1, *tensor.shape)
+    strides = tensor.stride() if tensor.ndim == 4 else (unit, *tensor.stride())
+    strides = tuple(unit if size == 1 and stride == 0 else stride for size, stride in zip(shape, strides, strict=True))
+    return Box(tensor.dtype, shape, (*strides[:3], 1), (1, rows, 1, channels))
+
+
+def line_of(numbers: int, block: int) -> Box:
+    """A TMA descriptor of so many fp32 numbers in a row, for pieces of ``block``."""
+    return Box(torch.float32, (numbers,), (1,), (block,))
+
+
+def fits_boxes(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether TMA takes the tensors as they lie: expanded dimensions, of stride 0, are left to plain loads."""
+    return all(size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def common_align(tensors: tuple[torch.Tensor, ...]) -> int:
+    """Elements that all strides and addresses are multiples of: those of 16 bytes, or 1."""
+    return VECTOR_BYTES // tensors[0].element_size() if all(map(is_aligned, tensors)) else 1
+
+
+def pair_align(tensor: torch.Tensor | None) -> int:
+    """The same for a tensor over pairs, whose last dimension may also be broadcast."""
+    if tensor is None:
+        return 1
+    unit = VECTOR_BYTES // tensor.element_size()
+    return unit if tensor.shape[-1] % unit == 0 and is_aligned(tensor) else 1
+
+
+def precision(problem: Problem) -> str:
+    """How fp32 products are formed: IEEE, unless torch's own setting allows TF32."""
+    if problem.dtype == torch.float32 and problem.device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+class Marks(NamedTuple):
+    """Promises about addresses, found once for each combination of tensors."""
+
+    align: int
+    bias: int
+    mask: int
+
+
+def marks_of(inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> Marks:
+    """The promises that hold for a call."""
+    return Marks(common_align(tensors), pair_align(inputs.bias), pair_align(inputs.mask))
+
+
+def four(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A broadcastable shape with four dimensions."""
+    return (1,) * (4 - len(shape)) + tuple(shape)
+
+
+def has_extras(problem: Problem) -> bool:
+    """Whether any optional tensor takes part."""
+    return (
+        problem.varlen
+        or problem.segments
+        or problem.alibi
+        or problem.sink
+        or problem.dropout_p > 0
+        or problem.bias_shape is not None
+        or problem.mask_shape is not None
+    )
+
+
+def mode_of(problem: Problem, marks: Marks) -> Mode:
+    """The compile-time features of a problem."""
+    scored = problem.bias_shape is not None or problem.alibi or problem.softcap > 0
+    return Mode(
+        lower=problem.window_left is not None,
+        upper=problem.window_right is not None or problem.causal is not None,
+        top_left=problem.causal == "top_left",
+        varlen=problem.varlen,
+        bias=problem.bias_shape is not None,
+        mask=problem.mask_shape is not None,
+        segments=problem.segments,
+        alibi=problem.alibi,
+        sink=problem.sink,
+        softcap=problem.softcap > 0,
+        dropout=rng.threshold(problem.dropout_p) > 0,
+        scale_first=scored or problem.softmax_scale <= 0 or problem.dtype == torch.float32,
+        precise=problem.dtype == torch.float32,
+        align=marks.align,
+        bias_align=marks.bias,
+        mask_align=marks.mask,
+        precision=precision(problem),
+        lists=problem.mask_shape is not None or problem.segments,
+    )
+
+
+def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
+    """Lengths and the window; bottom-right causal is a window whose right side is 0."""
+    left = OPEN if problem.window_left is None else min(problem.window_left, OPEN)
+    right = OPEN if problem.window_right is None else min(problem.window_right, OPEN)
+    if problem.causal == "bottom_right":
+        right = min(right, 0)
+    return Sizes(
+        batch=problem.batch,
+        nheads=problem.nheads,
+        group=problem.group,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q,
+        total_k=problem.total_k,
+        window_left=left,
+        window_right=right,
+        batch_offset=inputs.batch_offset,
+    )
+
+
+def scalars_of(problem: Problem) -> Scalars:
+    """Floating-point facts; the dropout limit as the int32 with the bits of the largest dropped word."""
+    dropped = max(rng.threshold(problem.dropout_p) - 1, 0)
+    return Scalars(
+        softmax_scale=float(problem.softmax_scale),
+        softcap=float(problem.softcap),
+        keep_scale=rng.keep_scale(problem.dropout_p),
+        max_dropped=dropped - 2**32 if dropped >= 2**31 else dropped,
+    )
+
+
+def extras_of(inputs: Inputs, lists: torch.Tensor | None = None) -> Extras:
+    """The optional tensors as the kernels read them; segments and offsets are copied if not contiguous."""
+    mask = inputs.mask
+    return Extras(
+        bias=inputs.bias,
+        mask=None if mask is None else mask.view(torch.uint8),
+        alibi_slopes=inputs.alibi_slopes,
+        sink=inputs.sink,
+        seed=inputs.dropout_seed,
+        segments_q=None if inputs.segments_q is None else inputs.segments_q.contiguous(),
+        segments_k=None if inputs.segments_k is None else inputs.segments_k.contiguous(),
+        cu_seqlens_q=None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+        cu_seqlens_k=None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+        lists=lists,
+    )
+
+
+def extra_strides_of(inputs: Inputs, marks: Marks, lists: PairStride) -> ExtraStrides:
+    """Strides of the optional tensors."""
+    slopes, sink = inputs.alibi_slopes, inputs.sink
+    slopes_batch, slopes_head = (0, 0) if slopes is None else slopes.stride()
+    sink_batch, sink_head = (0, 0) if sink is None else sink.stride()
+    return ExtraStrides(
+        bias=pair_stride(inputs.bias, marks.bias),
+        mask=pair_stride(inputs.mask, marks.mask),
+        lists=lists,
+        slopes_batch=slopes_batch,
+        slopes_head=slopes_head,
+        sink_batch=sink_batch,
+        sink_head=sink_head,
+    )

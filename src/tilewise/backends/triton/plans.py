@@ -1,0 +1,143 @@
+"""The launches of a call, built once for everything but its addresses: block lists, cleared tails, the forward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.backends.triton import facts as host
+from tilewise.backends.triton import tiles
+from tilewise.backends.triton.arguments import Box, Extras, PairStride, Tile
+from tilewise.backends.triton.backward import clear_tail_kernel
+from tilewise.backends.triton.blocks import block_lists_kernel, block_states_kernel
+from tilewise.backends.triton.forward import forward_kernel
+from tilewise.backends.triton.launch import Config, Launch
+from tilewise.device import device_facts
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+TAIL_PROGRAMS = 64
+LIST_CHUNK = 1024
+NO_EXTRAS = Extras()
+
+
+class Strides(NamedTuple):
+    """Strides of the tensors that every problem has; a kernel reads those it needs."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+def blocks(length: int, block: int) -> int:
+    """How many blocks cover a length."""
+    return -(-length // block)
+
+
+def types_of(inputs: Inputs, lists: bool) -> Extras:
+    """The optional tensors' dtypes in their places, which is what a kernel is compiled for."""
+    extras = host.extras_of(inputs, torch.empty(0, dtype=torch.int32, device="meta") if lists else None)
+    return Extras(*(None if tensor is None else tensor.dtype for tensor in extras))
+
+
+def at(boxes: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Descriptors at the addresses of this call's tensors; None stays None."""
+    if boxes[0] is None:
+        return boxes
+    return tuple([Box(t, box.shape, box.strides, box.block) for box, t in zip(boxes, tensors, strict=True)])
+
+
+class ListPlan:
+    """Block lists of a problem with a boolean mask or segments, for one tile and owner ("queries" or "keys")."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, marks: host.Marks, tile: Tile, owner: str) -> None:
+        shape = problem.mask_shape or (1, 1, 1, 1)
+        batch = problem.batch if problem.segments else host.four(shape)[0]
+        heads = host.four(shape)[1]
+        num_m, num_n = blocks(problem.seqlen_q, tile.block_m), blocks(problem.seqlen_k, tile.block_n)
+        owners, others = (num_m, num_n) if owner == "queries" else (num_n, num_m)
+        by_owner, by_other = (num_n, 1) if owner == "queries" else (1, num_n)
+        row = others + 2
+        self.num_states = batch * heads * num_m * num_n
+        self.num_entries = batch * heads * owners * row
+        self.stride = PairStride(
+            batch=0 if batch == 1 else heads * owners * row, head=0 if heads == 1 else owners * row, row=row, col=1
+        )
+        device = inputs.q.device
+        strides = host.extra_strides_of(inputs, marks, self.stride)
+        mode = host.mode_of(problem, marks)
+        tail = (strides, host.sizes_of(problem, inputs), heads, num_m, num_n, mode, tile)
+        states = (torch.int8, types_of(inputs, lists=False))
+        self.states = Launch(block_states_kernel, self.num_states, states, tail, Config(4), device)
+        lists_tail = (others, by_owner, by_other, owners, LIST_CHUNK)
+        types = (torch.int32, torch.int8)
+        self.lists = Launch(block_lists_kernel, batch * heads * owners, types, lists_tail, Config(4), device)
+
+    def run(self, inputs: Inputs) -> torch.Tensor:
+        """The lists, int32."""
+        states = torch.empty(self.num_states, dtype=torch.int8, device=inputs.q.device)
+        lists = torch.empty(self.num_entries, dtype=torch.int32, device=inputs.q.device)
+        self.states((states, host.extras_of(inputs)))
+        self.lists((lists, states))
+        return lists
+
+
+def clear_rows(shape: tuple[int, ...], dtype: torch.dtype, offsets: torch.Tensor) -> Launch:
+    """Zeros for the tokens after the last offset of a packed contiguous (total, heads, channels) tensor."""
+    width = shape[1] * shape[2]
+    tail = (len(offsets) - 1, shape[0], width, 1, width, 0.0, 16, 128)
+    return Launch(clear_tail_kernel, TAIL_PROGRAMS, (dtype, offsets.dtype), tail, Config(4), offsets.device)
+
+
+def clear_lse(nheads: int, total: int, offsets: torch.Tensor) -> Launch:
+    """-inf for the tokens after the last offset of a packed (nheads, total) lse."""
+    tail = (len(offsets) - 1, total, 1, total, nheads, float("-inf"), 16, 128)
+    return Launch(clear_tail_kernel, TAIL_PROGRAMS, (torch.float32, offsets.dtype), tail, Config(4), offsets.device)
+
+
+class ForwardPlan:
+    """The launches of one forward."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
+        marks = host.marks_of(inputs, tensors)
+        tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
+        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors[:3]))
+        self.boxes: tuple[Any, ...] = (None, None, None)
+        if tile.boxes:
+            sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
+            self.boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors[:3], sides, strict=True))
+        mode = host.mode_of(problem, marks)
+        self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
+        tail = (
+            Strides(*(host.stride_of(tensor, marks.align) for tensor in tensors)),
+            host.extra_strides_of(inputs, marks, self.lists.stride if self.lists else host.NO_PAIRS),
+            host.sizes_of(problem, inputs),
+            host.scalars_of(problem),
+            mode,
+            tile,
+        )
+        grid = blocks(problem.seqlen_q, tile.block_m) * tile.num_dv * problem.nheads * problem.batch
+        extras = types_of(inputs, mode.lists)
+        pointers = (*[problem.dtype] * 4, torch.float32, *self.boxes, extras)
+        self.has_extras = extras != NO_EXTRAS
+        self.main = Launch(forward_kernel, grid, pointers, tail, Config(warps, marks.align > 1), inputs.q.device)
+        self.tails: tuple[Launch, ...] = ()
+        if inputs.cu_seqlens_q is not None:
+            rows = clear_rows(tuple(tensors[3].shape), problem.dtype, inputs.cu_seqlens_q)
+            self.tails = (rows, clear_lse(problem.nheads, problem.total_q, inputs.cu_seqlens_q))
+
+    def run(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fills out and lse."""
+        extras = NO_EXTRAS
+        if self.has_extras:
+            extras = host.extras_of(inputs, self.lists.run(inputs) if self.lists else None)
+        boxes = at(self.boxes, (inputs.q, inputs.k, inputs.v))
+        self.main((inputs.q, inputs.k, inputs.v, out, lse, *boxes, extras))
+        for launch, tensor in zip(self.tails, (out, lse), strict=False):
+            launch((tensor, extras.cu_seqlens_q))

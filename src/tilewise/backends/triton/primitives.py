@@ -1,0 +1,346 @@
+"""What forward and backward share: where a program works, which pairs it keeps, how tiles move, softmax, dropout.
+
+Every function takes pairs as two broadcastable index tensors, ``i`` (query rows) and ``j`` (key columns),
+so that the same
+code serves a (rows, cols) tile of the forward and the transposed (cols, rows) tile of the key gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+EXACT_LIMIT = tl.constexpr(1024.0)  # |score| in log2 units whose rounding moves p by less than 2 ** -14
+
+
+@triton.jit
+def sequence(cu_seqlens, batch, seqlen, VARLEN: tl.constexpr):
+    """First token (int64) and length (int32) of a sequence; a dense batch item starts at token 0 of its own row."""
+    if VARLEN:
+        start = tl.load(cu_seqlens + batch).to(tl.int64)
+        return start, (tl.load(cu_seqlens + batch + 1) - start).to(tl.int32)
+    else:
+        return tl.zeros((), tl.int64), seqlen
+
+
+@triton.jit
+def head_address(ptr, stride, batch, start, head, ALIGN: tl.constexpr):
+    """Address of channel 0 of the first token of one head. Strides count units of ALIGN elements (see Mode.align)."""
+    return ptr + (batch.to(tl.int64) * stride.batch + start * stride.row + head.to(tl.int64) * stride.head) * ALIGN
+
+
+@triton.jit
+def tile_addresses(ptr, stride, first, cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """Addresses of the rows from ``first`` on. Aligned tensors have contiguous channels: a thread moves 16 bytes.
+
+    The 64-bit part of an address is one number for the whole tile; within it 32 bits count units of ALIGN elements,
+    which
+    the host makes sure is enough (facts.is_aligned).
+    """
+    rows = tl.arange(0, ROWS)
+    base = ptr + first.to(tl.int64) * stride.row * ALIGN
+    if ALIGN == 1:
+        return base + (rows.to(tl.int64) * stride.row)[:, None] + (cols.to(tl.int64) * stride.channel)[None, :]
+    else:
+        return base + (rows * stride.row.to(tl.int32))[:, None].to(tl.int64) * ALIGN + cols[None, :]
+
+
+@triton.jit
+def load_tile(ptr, stride, first, cols, row_begin, row_end, num_cols, ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+              MASK_ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """A tile of ROWS rows; those outside [row_begin, row_end) and cols from num_cols on are zeros and never touched."""
+    addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
+    EVEN: tl.constexpr = num_cols % BLOCK_COLS == 0
+    rows = first + tl.arange(0, ROWS)
+    if MASK_ROWS:
+        inside = ((rows >= row_begin) & (rows < row_end))[:, None]
+        if EVEN:
+            return tl.load(addresses, mask=inside, other=0.0)
+        else:
+            return tl.load(addresses, mask=inside & (cols < num_cols)[None, :], other=0.0)
+    else:
+        if EVEN:
+            return tl.load(addresses)
+        else:
+            return tl.load(addresses, mask=(cols < num_cols)[None, :], other=0.0)
+
+
+@triton.jit
+def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The same tile by the bulk copy engine (TMA), from a descriptor of the whole tensor: no address arithmetic at all.
+
+    Past the tensor's end it reads zeros, so only tiles whose rows all exist may come this way.
+    """
+    return desc.load([batch, row, head, 0]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
+    inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
+    tl.store(addresses, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def band(sizes, seqlen_q, seqlen_k, MODE: tl.constexpr):
+    """The causal and window rules as lower <= j - i <= upper; a bound that MODE leaves out must not be read."""
+    shift = seqlen_k - seqlen_q
+    lower = shift - sizes.window_left
+    upper = shift + sizes.window_right
+    if MODE.top_left:
+        upper = tl.minimum(upper, 0)
+    return lower, upper
+
+
+@triton.jit
+def seen_keys(lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
+    """Half-open range of the keys that at least one query of the sequence sees, as far as the band decides."""
+    begin = 0
+    end = seqlen_k
+    if MODE.lower:
+        begin = tl.maximum(begin, lower)
+    if MODE.upper:
+        end = tl.minimum(end, seqlen_q + upper)
+    return begin, end
+
+
+@triton.jit
+def seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
+    """Half-open range of the queries that see at least one key, as far as the band decides."""
+    begin = 0
+    end = seqlen_q
+    if MODE.upper:
+        begin = tl.maximum(begin, -upper)
+    if MODE.lower:
+        end = tl.minimum(end, seqlen_k - lower)
+    return begin, end
+
+
+@triton.jit
+def key_blocks(m_begin, m_end, lower, upper, seqlen_k, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
+    """Key blocks that rows [m_begin, m_end) touch: [first, last), of which [full_first, full_last) need no mask."""
+    begin = 0
+    end = seqlen_k
+    full_begin = 0
+    full_end = seqlen_k
+    if MODE.lower:
+        begin = tl.maximum(begin, m_begin + lower)
+        full_begin = tl.maximum(full_begin, m_end - 1 + lower)
+    if MODE.upper:
+        end = tl.minimum(end, m_end + upper)
+        full_end = tl.minimum(full_end, m_begin + upper + 1)
+    first = begin // BLOCK_N
+    last = tl.maximum(tl.cdiv(tl.maximum(end, 0), BLOCK_N), first)
+    full_first = tl.minimum(tl.cdiv(full_begin, BLOCK_N), last)
+    full_last = tl.maximum(tl.maximum(full_end, 0) // BLOCK_N, full_first)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def query_blocks(n_begin, n_end, lower, upper, seqlen_q, BLOCK_M: tl.constexpr, MODE: tl.constexpr):
+    """Query blocks that keys [n_begin, n_end) touch: [first, last), of which [full_first, full_last) need no mask.
+
+    A key past the last one needs no mask either: its row of the transposed tile reaches only its own gradients.
+    """
+    begin = 0
+    end = seqlen_q
+    full_begin = 0
+    full_end = seqlen_q
+    if MODE.upper:
+        begin = tl.maximum(begin, n_begin - upper)
+        full_begin = tl.maximum(full_begin, n_end - 1 - upper)
+    if MODE.lower:
+        end = tl.minimum(end, n_end - lower)
+        full_end = tl.minimum(full_end, n_begin - lower + 1)
+    first = begin // BLOCK_M
+    last = tl.maximum(tl.cdiv(tl.maximum(end, 0), BLOCK_M), first)
+    full_first = tl.minimum(tl.cdiv(full_begin, BLOCK_M), last)
+    full_last = tl.maximum(tl.maximum(full_end, 0) // BLOCK_M, full_first)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
+    """The pairs inside the sequence and its band."""
+    keep = (j < seqlen_k) & (i < seqlen_q)
+    if MODE.lower:
+        keep &= j - i >= lower
+    if MODE.upper:
+        keep &= j - i <= upper
+    return keep
+
+
+@triton.jit
+def keep_listed(keep, i, j, extras, strides, batch, head, seqlen_q, seqlen_k, MODE: tl.constexpr):
+    """``keep`` and the data-dependent rules: the boolean mask and equal segments."""
+    if MODE.mask:
+        keep &= load_pairs(extras.mask, strides.mask, batch, head, i, j, seqlen_q, seqlen_k, True, MODE.mask_align) != 0
+    if MODE.segments:
+        segment_q = tl.load(extras.segments_q + batch.to(tl.int64) * seqlen_q + i, mask=i < seqlen_q, other=0)
+        segment_k = tl.load(extras.segments_k + batch.to(tl.int64) * seqlen_k + j, mask=j < seqlen_k, other=0)
+        keep &= segment_q == segment_k
+    return keep
+
+
+@triton.jit
+def load_pairs(ptr, stride, batch, head, i, j, seqlen_q, seqlen_k, MASKED: tl.constexpr, ALIGN: tl.constexpr):
+    """Values of a tensor over pairs; rows past the end are clamped, keys past the end read as 0 if MASKED."""
+    base = ptr + (batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head) * ALIGN
+    rows = base + tl.minimum(i, seqlen_q - 1).to(tl.int64) * stride.row * ALIGN
+    if ALIGN == 1:
+        addresses = rows + j.to(tl.int64) * stride.col
+    else:
+        addresses = rows + j
+    if MASKED:  # an aligned tensor's last dimension is a multiple of ALIGN; said so, vectors of keys share one mask bit
+        return tl.load(addresses, mask=(j < seqlen_k // ALIGN * ALIGN), other=0)
+    else:
+        return tl.load(addresses)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) to fp32 rounding: a polynomial near 0, where 1 - exp(-2x) would cancel."""
+    square = x * x
+    series = 1.0 + square * (-0.33333333 + square * (0.13333333 + square * (-0.05396825 + square * 0.02186949)))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    outer = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -outer, outer))
+
+
+@triton.jit
+def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seqlen_k, MASKED: tl.constexpr,
+                  MODE: tl.constexpr):
+    """Natural-unit scores from raw products: scale, softcap, bias, ALiBi, in this order.
+
+    Returns the scores and the derivative of the softcap (1 where there is none).
+    """
+    s *= scalars.softmax_scale
+    slack = 1.0
+    if MODE.softcap:
+        t = tanh(s / scalars.softcap)
+        s = scalars.softcap * t
+        slack = 1.0 - t * t
+    if MODE.bias:
+        s += load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
+            tl.float32)
+    if MODE.alibi:
+        s -= slope * alibi_distance(i, j, seqlen_q, seqlen_k)
+    return s, slack
+
+
+@triton.jit
+def alibi_distance(i, j, seqlen_q, seqlen_k):
+    return tl.abs(i + (seqlen_k - seqlen_q) - j).to(tl.float32)
+
+
+@triton.jit
+def exp(x, PRECISE: tl.constexpr):
+    """exp(x). PRECISE, for fp32 inputs: 1 unit in the last place where the hardware's exp2(x log2 e) has several.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2 in two steps (Cody and Waite),
+    then a polynomial in r (Cephes' expf coefficients).
+    """
+    if PRECISE:
+        n = tl.floor(x * LOG2E + 0.5)
+        r = x - n * 0.693359375
+        r = r + n * 2.12194440e-4
+        series = 1.9875691500e-4
+        series = series * r + 1.3981999507e-3
+        series = series * r + 8.3334519073e-3
+        series = series * r + 4.1665795894e-2
+        series = series * r + 1.6666665459e-1
+        series = series * r + 5.0000001201e-1
+        return tl.where(x < -103.0, 0.0, (series * r * r + r + 1.0) * tl.exp2(n))
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum, acc, PRECISE: tl.constexpr):
+    """One step of the online softmax on scores in natural units: p = exp(s - row_max), the state rescaled.
+
+    The maximum is subtracted first, so that the exponent of the largest score is exactly 0, however large it is.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
+    p = exp(s - origin[:, None], PRECISE)
+    rescale = exp(row_max - origin, PRECISE)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, new_max, row_sum, acc * rescale[:, None]
+
+
+@triton.jit
+def fused_softmax_step(s, row_max, row_sum, acc, unit):
+    """The same on raw products, ``unit`` = softmax_scale * log2(e) > 0, with row_max in log2 units: an operation less.
+
+    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded,
+    so the largest p is 2 to the
+    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores,
+    where the caller starts again.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * unit - origin[:, None])
+    rescale = tl.exp2(row_max - origin)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, new_max, row_sum, acc * rescale[:, None]
+
+
+@triton.jit
+def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.constexpr, COLS: tl.constexpr,
+                 TRANSPOSED: tl.constexpr):
+    """Philox4x32-10 keyed on (seed, j >> 2, i, head, batch): word j & 3 decides pair (i, j). True where it is kept.
+
+    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows,
+        cols),
+    or (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    """
+    i = (row_begin + tl.arange(0, ROWS)).to(tl.uint32)
+    quad = (col_begin // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)
+    shape: tl.constexpr = [COLS // 4, ROWS] if TRANSPOSED else [ROWS, COLS // 4]
+    if TRANSPOSED:
+        c0 = tl.broadcast_to(quad[:, None], shape)
+        c1 = tl.broadcast_to(i[None, :], shape)
+    else:
+        c0 = tl.broadcast_to(quad[None, :], shape)
+        c1 = tl.broadcast_to(i[:, None], shape)
+    c2 = tl.zeros(shape, tl.uint32) + head.to(tl.uint32)
+    c3 = tl.zeros(shape, tl.uint32) + batch.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+    limit = max_dropped.to(tl.uint32, bitcast=True)
+    keep = tl.join(tl.join(w0 > limit, w2 > limit), tl.join(w1 > limit, w3 > limit))  # last two axes: word = 2 * a + b
+    if TRANSPOSED:
+        keep = tl.reshape(keep, [COLS // 4, ROWS, 4])
+        return tl.reshape(tl.permute(keep, (0, 2, 1)), [COLS, ROWS])
+    else:
+        return tl.reshape(keep, [ROWS, COLS])
+
+
+@triton.jit
+def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
+    """Where a head's rows start in lse and dlse: (batch, nheads, seqlen_q), or (nheads, total_q) for varlen."""
+    if VARLEN:
+        return head.to(tl.int64) * sizes.total_q + start
+    else:
+        return (batch.to(tl.int64) * sizes.nheads + head) * seqlen_q
+
+
+@triton.jit
+def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
+    """The same in the backward's own lse and delta: always a multiple of 4 numbers, which TMA asks for (16 bytes)."""
+    if VARLEN:
+        return head.to(tl.int64) * (sizes.total_q // 4 * 4 + 4 * sizes.batch + 4) + (start + 4 * batch) // 4 * 4
+    else:
+        return (batch.to(tl.int64) * sizes.nheads + head) * ((seqlen_q + 3) // 4 * 4)
+
+
+@triton.jit
+def block_list(lists, stride, batch, head, block, VALID):
+    """First entry, number of full and number of partial tiles of one owner block (see blocks.py); none unless VALID."""
+    plane = batch.to(tl.int64) * stride.batch + head.to(tl.int64) * stride.head
+    entries = lists + plane + block.to(tl.int64) * stride.row
+    num_full = tl.load(entries, mask=VALID, other=0)
+    num_partial = tl.load(entries + 1, mask=VALID, other=0)
+    return entries + 2, num_full, num_partial

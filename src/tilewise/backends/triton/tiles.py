@@ -1,0 +1,179 @@
+"""Tile tables: the size of a tile, its warps and pipeline depth, by head dimension, element size and kind of device.
+
+Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken. A row's reason says
+what decided it: a measurement, or the shared memory and registers that a device has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilewise.backends.triton.arguments import Tile
+from tilewise.backends.triton.facts import INTERPRETED
+from tilewise.device import DeviceFacts
+from tilewise.problem import Problem
+
+MAX_RESIDENT = 256  # beyond it a tile would not fit, and channels are worked through in parts of PART
+PART = 128
+
+
+class Row(NamedTuple):
+    """A tile for head dimensions up to ``dim``."""
+
+    dim: int
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    reason: str
+
+
+class Shape(NamedTuple):
+    """What a kernel runs with: its compile-time tile and its warps."""
+
+    tile: Tile
+    warps: int
+
+
+Table = tuple[Row, ...]
+
+# H200, bf16, TFLOP/s of the kernel alone, medians of one run (2026-11-29): 1 x 16384 full / causal, 16 x 1024 the same.
+# Four warps and 64 rows leave room for two blocks on a multiprocessor, whose softmax and products then overlap by
+# themselves; eight warps march in step at every barrier. Full tiles come through TMA.
+_FORWARD_90: Table = (
+    Row(64, 64, 128, 4, 3, "472 full; 64x64 with 4 stages 425, 128x64 444, eight warps 367"),
+    Row(128, 64, 64, 4, 3, "506/497/445/324; 128x64 with 8 warps 493/487/384/250, 64x64 with 2 stages 488/391/358/273"),
+    Row(256, 64, 32, 4, 3, "570 full; 128x32 with 8 warps 548, 128x64 395"),
+    Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
+)
+_FORWARD_90_BANDED: Table = (
+    Row(64, 64, 64, 4, 4, "428/267 causal; 64x128 454/223 wastes half of the diagonal's tile"),
+    *_FORWARD_90[1:],
+)
+_KEYS_90: Table = (
+    Row(64, 64, 64, 4, 3, "434/433/382/278; 64x128 with 8 warps 367/378/311/225, 128x64 397/368/330/198"),
+    Row(128, 64, 64, 4, 2, "565/565/469/325; 64x128 with 8 warps 533/541/437/276, 32x64 497/497/427/309"),
+    Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
+_KEYS_K_90: Table = (
+    *_KEYS_90[:2],
+    Row(256, 32, 128, 8, 2, "387 full; 64x128 with one stage 326, 32x64 265"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
+_KEYS_V_90: Table = (
+    *_KEYS_90[:2],
+    Row(256, 64, 128, 8, 2, "539 full; 32x128 512, 32x64 394, 64x64 381"),
+    Row(10**9, 32, 64, 4, 2, "channel parts"),
+)
+_QUERIES_90: Table = (
+    Row(64, 64, 64, 4, 3, "564/577/553/423; 128x64 564/570/507/319, 64x128 514/481/406/300"),
+    Row(128, 64, 64, 4, 2, "613/564/489/380; 128x64 with 8 warps 586/573/486/334, 64x64 with 3 stages 513/517/418/304"),
+    Row(256, 128, 32, 8, 3, "557 full with plain loads; 64x64 339, 128x64 425"),
+    Row(10**9, 64, 32, 4, 2, "channel parts"),
+)
+_FORWARD_80: Table = (
+    Row(64, 128, 64, 4, 3, "mma.sync: 164 KiB of shared memory, four warps of 32 rows"),
+    Row(128, 128, 64, 8, 2, "accumulator of 128 x 128 needs eight warps"),
+    Row(256, 64, 64, 8, 2, "q and two stages of k and v fill 160 KiB"),
+    Row(10**9, 64, 32, 4, 2, "channel parts"),
+)
+_BACKWARD_80: Table = (
+    Row(64, 64, 64, 4, 2, "two accumulators of 64 x 64"),
+    Row(128, 64, 64, 8, 2, "two accumulators of 64 x 128 need eight warps"),
+    Row(256, 32, 32, 8, 1, "k, v, q and dout of 256 channels"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)
+_SMALL: Table = (
+    Row(64, 64, 64, 4, 2, "fits 64 KiB (gfx942) and 99 KiB (sm_86, sm_89, sm_120)"),
+    Row(128, 64, 32, 4, 2, "fits 64 KiB"),
+    Row(256, 32, 32, 4, 1, "fits 64 KiB: 256 channels leave no second stage"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)
+_SMALL_BACKWARD: Table = (
+    Row(64, 32, 64, 4, 1, "fits 64 KiB"),
+    Row(128, 32, 32, 4, 1, "fits 64 KiB"),
+    Row(256, 16, 16, 4, 1, "fits 64 KiB: four tiles of 256 channels"),
+    Row(10**9, 16, 32, 4, 1, "channel parts"),
+)
+_FP32: Table = (
+    Row(32, 64, 32, 4, 1, "IEEE products run on the plain units: registers bound the tile"),
+    Row(128, 32, 32, 4, 1, "the same, 64 KiB"),
+    Row(256, 16, 16, 4, 1, "the same, 256 channels in 64 KiB"),
+    Row(10**9, 16, 16, 4, 1, "channel parts"),
+)
+
+
+_UNALIGNED: Table = (
+    Row(128, 32, 32, 4, 1, "elements are loaded one by one, each with an address: registers bound the tile; with a"
+        " larger one ptxas 12.8 spilled the descriptors of its wgmma and read outside of shared memory"),
+    Row(256, 16, 32, 4, 1, "the same, 256 channels"),
+    Row(10**9, 32, 32, 4, 1, "channel parts"),
+)  # fmt: skip
+
+_TABLES_90: dict[str, Table] = {
+    "forward": _FORWARD_90,
+    "keys": _KEYS_90,
+    "keys_k": _KEYS_K_90,
+    "keys_v": _KEYS_V_90,
+    "queries": _QUERIES_90,
+    "bias": _SMALL,
+}
+
+
+def family(facts: DeviceFacts) -> str:
+    """Devices that share tables: Hopper and datacentre Blackwell, Ampere's datacentre chip, everything smaller."""
+    if facts.arch in ("sm_90", "sm_100", "sm_103"):
+        return "sm_90"
+    return "sm_80" if facts.arch == "sm_80" else "small"
+
+
+def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int, banded: bool) -> Table:
+    if itemsize == 4:
+        return _FP32
+    if align == 1:
+        return _UNALIGNED
+    kind = family(facts)
+    if kind == "sm_90":
+        return _FORWARD_90_BANDED if kernel == "forward" and banded else _TABLES_90[kernel]
+    if kind == "sm_80":
+        return {"forward": _FORWARD_80, "bias": _SMALL}.get(kernel, _BACKWARD_80)
+    return _SMALL if kernel in ("forward", "bias") else _SMALL_BACKWARD
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least ``size`` and 16, the smallest side of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
+    """Whether dk and dv come from two launches: on sm_90 accumulators of over 128 channels do not fit together."""
+    return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+
+
+def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
+    """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
+    dim = max(problem.headdim, problem.headdim_v)
+    table = _table(kernel, problem.dtype.itemsize, facts, align, problem.banded)
+    return next(row for row in table if dim <= row.dim)
+
+
+def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
+    """The tile and warps of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
+    row = choose_row(kernel, problem, facts, align)
+    whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+    block_d = power_of_two(problem.headdim) if whole else PART
+    block_dv = power_of_two(problem.headdim_v) if whole else PART
+    tile = Tile(
+        block_m=row.block_m,
+        block_n=row.block_n,
+        headdim=problem.headdim,
+        headdim_v=problem.headdim_v,
+        block_d=block_d,
+        block_dv=block_dv,
+        num_d=-(-problem.headdim // block_d),
+        num_dv=-(-problem.headdim_v // block_dv),
+        stages=row.stages,
+        boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
+    )
+    return Shape(tile, row.warps)

@@ -1,0 +1,13 @@
+"""GPU tests: skipped without CUDA, touching it only when a test runs. PYTHONPATH=src python3 -m pytest tests/gpu -q"""
+
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _cuda():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device")
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,200 @@
+"""The Triton backend on a GPU: every feature at sizes that fill several tiles, sizes past 32 bits, streams, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
+from tilewise.testing import Spec
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("features", SINGLE + COMBINED, ids=ids)
+def test_feature_and_its_gradients(features, dtype):
+    check(Spec(seqlen_q=301, seqlen_k=417, nheads=4, nheads_k=2, headdim=64, headdim_v=64, dtype=dtype, device="cuda",
+               features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [(), ("causal",), ("window_left", "sink")], ids=ids)
+@pytest.mark.parametrize("headdims", [(1, 1), (16, 16), (40, 40), (72, 72), (80, 96), (96, 96), (128, 128), (192, 128),
+                                      (160, 160), (256, 256), (24, 200), (576, 512), (300, 64)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_head_dimensions(headdims, features, dtype):
+    check(Spec(batch=1, seqlen_q=200, seqlen_k=333, nheads=2, nheads_k=1, headdim=headdims[0], headdim_v=headdims[1],
+               dtype=dtype, device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", PACKED, ids=ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences_and_spare_tokens(features, dtype):
+    check(Spec(nheads=4, nheads_k=2, headdim=64, headdim_v=64, lengths_q=(200, 0, 351, 70), lengths_k=(240, 50, 0, 400),
+               spare=9, dtype=dtype, device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])
+@pytest.mark.parametrize("features", [("causal",), ("bias",)], ids=ids)
+def test_layouts_are_taken_as_they_are(layout, features):
+    check(Spec(seqlen_q=200, seqlen_k=333, headdim=64, headdim_v=64, dtype=torch.bfloat16, device="cuda", layout=layout,
+               features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("seqlens", [(1, 1), (1, 4096), (127, 129), (704, 704), (513, 64), (64, 513)], ids=str)
+@pytest.mark.parametrize("features", [(), ("causal",), ("top_left", "window_left"), ("mask", "causal")], ids=ids)
+def test_lengths(seqlens, features):
+    check(Spec(batch=1, seqlen_q=seqlens[0], seqlen_k=seqlens[1], headdim=128, headdim_v=128, dtype=torch.bfloat16,
+               device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [30.0, 300.0])
+def test_big_scores(spread):
+    check(Spec(seqlen_q=300, seqlen_k=300, headdim=64, headdim_v=64, dtype=torch.bfloat16, device="cuda", spread=spread,
+               features=("causal",)))  # fmt: skip
+
+
+def test_huge_inputs_with_one_key():
+    q = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(tilewise.attention(q, q, q, backend="triton"), q)
+    q = torch.full((1, 1, 32, 128), 64.0, device="cuda", dtype=torch.bfloat16)
+    out, lse = tilewise.attention_with_lse(q, -q, torch.ones_like(q), backend="triton")
+    assert torch.equal(out, torch.ones_like(out))
+    assert torch.allclose(lse, torch.full_like(lse, -524288 / 128**0.5))
+
+
+def test_dropout_mask_is_the_cpus():
+    seed = torch.tensor(2**62 + 12345)
+    q = torch.zeros(2, 70, 3, 16)
+    v = torch.eye(16).repeat(5, 1)[:70].expand(2, 3, 70, 16).transpose(1, 2).contiguous()
+    here = tilewise.attention(q, q, v, dropout_p=0.37, dropout_seed=seed, backend="reference")
+    there = tilewise.attention(q.cuda(), q.cuda(), v.cuda(), dropout_p=0.37, dropout_seed=seed.cuda(), backend="triton")
+    assert torch.allclose(here, there.cpu(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "features", [("causal", "dropout", "sink"), ("bias_shared", "alibi"), ("mask", "bias")], ids=ids
+)
+def test_repeated_runs_are_bitwise_equal(features):
+    sample = sample_of(Spec(seqlen_q=700, seqlen_k=700, nheads=8, nheads_k=2, headdim=128, headdim_v=128,
+                            features=features, dtype=torch.bfloat16, device="cuda", requires_grad="all"))  # fmt: skip
+    first = gradients(sample, run(sample, deterministic=True))
+    for _ in range(10):
+        again = gradients(sample, run(sample, deterministic=True))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_many_heads_times_batch():
+    q, k, v = (bf16(70000, 5, 1, 16).requires_grad_() for _ in range(3))
+    out = tilewise.attention(q, k, v, causal=True, backend="triton")
+    part = slice(69000, 70000)
+    assert torch.equal(out[part], tilewise.attention(q[part], k[part], v[part], causal=True, backend="triton"))
+    grads = torch.autograd.grad(out, (q, k, v), out.detach())
+    small = [t[part].detach().requires_grad_() for t in (q, k, v)]
+    alone = tilewise.attention(*small, causal=True, backend="triton")
+    for whole, one in zip(grads, torch.autograd.grad(alone, small, alone.detach()), strict=True):
+        assert torch.equal(whole[part], one)
+
+
+def test_addresses_past_32_bits():
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB")
+    q, k, v = (bf16(1, 140000, 128, 128).requires_grad_() for _ in range(3))  # 2.3e9 elements
+    out = tilewise.attention(q, k, v, window_size=(100, 0), backend="triton")
+    grads = torch.autograd.grad(out, (q, k, v), out.detach())
+    tail = [t[:, -600:, -2:].detach().requires_grad_() for t in (q, k, v)]
+    alone = tilewise.attention(*tail, window_size=(100, 0), backend="triton")
+    expected = torch.autograd.grad(alone, tail, alone.detach())
+    assert torch.allclose(out[:, -400:, -2:].float(), alone[:, -400:].float(), atol=2e-2)
+    for whole, one in zip(grads, expected, strict=True):
+        assert torch.allclose(whole[:, -400:, -2:].float(), one[:, -400:].float(), atol=3e-2)
+
+
+def test_long_rows_keep_their_precision():
+    q, k, v = bf16(1, 256, 2, 64), bf16(1, 131072, 2, 64), bf16(1, 131072, 2, 64)
+    out = tilewise.attention(q, k, v, backend="triton").double()
+    s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
+    exact = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.double())
+    assert (out - exact).abs().max() < 2 * 2**-8 * exact.abs().max()
+
+
+def test_empty_problems():
+    for shape_q, shape_k in (
+        ((2, 128, 8, 64), (2, 0, 8, 64)),
+        ((2, 0, 8, 64), (2, 9, 8, 64)),
+        ((0, 3, 8, 64), (0, 3, 8, 64)),
+    ):
+        q, k = bf16(*shape_q).requires_grad_(), bf16(*shape_k).requires_grad_()
+        out, lse = tilewise.attention_with_lse(q, k, k, causal=True, backend="triton")
+        assert (out == 0).all()
+        assert (lse == float("-inf")).all()
+        grad_q, grad_k = torch.autograd.grad(out, (q, k), torch.ones_like(out))
+        assert (grad_q == 0).all()
+        assert (grad_k == 0).all()
+
+
+def test_cuda_graph_draws_new_dropout_from_its_seed():
+    q, k, v = (bf16(1, 256, 4, 64).requires_grad_() for _ in range(3))
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = tilewise.attention(q, k, v, causal=True, dropout_p=0.2, dropout_seed=seed, backend="triton")
+        return (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for value in (3, 4):
+        seed.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_growing_lengths_compile_nothing():
+    from tilewise.backends.triton import launch
+
+    def call(length: int) -> None:
+        q, k, v = (bf16(1, length, 2, 64).requires_grad_() for _ in range(3))
+        out = tilewise.attention(q, k, v, causal=True, backend="triton")
+        torch.autograd.grad(out, (q, k, v), out.detach())
+
+    call(100)
+    count = len(launch._COMPILED)
+    for length in (1, 16, 17, 128, 1000, 4096):
+        call(length)
+    assert len(launch._COMPILED) == count
+
+
+def test_no_synchronisation_on_the_call_path():
+    q, k, v = (bf16(1, 300, 2, 64).requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    packed = [t[0].detach().requires_grad_() for t in (q, k, v)]
+    for _ in range(2):
+        torch.cuda.set_sync_debug_mode("error" if _ else "default")
+        try:
+            out = tilewise.attention(q, k, v, causal=True, backend="triton")
+            torch.autograd.grad(out, (q, k, v), out.detach())
+            out = tilewise.attention_varlen(*packed, cu_seqlens_q=offsets, max_seqlen=200, backend="triton")
+            torch.autograd.grad(out, packed, out.detach())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_second_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    qkv = torch.ones(4, 16, 3, 32, 64, device="cuda:1", dtype=torch.bfloat16)
+    out = tilewise.attention(*qkv.unbind(2), softmax_scale=1.0, backend="triton")
+    assert out.abs().sum().item() == 131072
+    assert torch.cuda.current_device() == 0

@@ -1,0 +1,59 @@
+"""Every feature of the Triton backend, forward and backward, under Triton's interpreter against the fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
+from tilewise.testing import Spec
+
+
+@pytest.mark.parametrize("features", SINGLE + COMBINED, ids=ids)
+def test_feature_and_its_gradients(features):
+    check(Spec(seqlen_q=37, seqlen_k=45, nheads=2, nheads_k=1, headdim=16, headdim_v=8, features=features,
+               requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", PACKED, ids=ids)
+def test_packed_sequences_and_spare_tokens(features):
+    check(Spec(nheads=2, nheads_k=1, lengths_q=(20, 0, 35, 7), lengths_k=(24, 5, 0, 40), spare=3, features=features,
+               requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_layouts_are_taken_as_they_are(layout, dtype):
+    check(
+        Spec(batch=1, seqlen_q=20, seqlen_k=33, dtype=dtype, layout=layout, features=("causal",), requires_grad="all")
+    )
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (24, 40), (72, 16), (5, 300), (272, 3)])
+def test_odd_and_large_head_dimensions(headdim, headdim_v):
+    check(Spec(batch=1, seqlen_q=9, seqlen_k=20, nheads=2, nheads_k=2, headdim=headdim, headdim_v=headdim_v,
+               features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [(), ("mask", "causal"), ("bias", "window")], ids=ids)
+def test_half_precision(features):
+    check(Spec(batch=1, seqlen_q=70, seqlen_k=90, nheads=2, nheads_k=1, headdim=32, headdim_v=32, dtype=torch.float16,
+               features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("seqlens", [(40, 17), (3, 90), (1, 1), (90, 40)])
+@pytest.mark.parametrize("features", [("causal",), ("top_left", "window_left")], ids=ids)
+def test_lengths_that_differ(seqlens, features):
+    check(Spec(batch=1, seqlen_q=seqlens[0], seqlen_k=seqlens[1], features=features, requires_grad="all"))
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("bias",), ("q", "bias")], ids=ids)
+def test_only_what_requires_grad_is_computed(names):
+    spec = Spec(batch=1, seqlen_q=20, seqlen_k=24, features=("bias", "causal"), requires_grad=names)
+    check(spec, through_lse=names != ("v",))
+
+
+def test_repeated_runs_are_bitwise_equal():
+    sample = sample_of(Spec(batch=1, features=("causal", "bias_shared", "dropout"), requires_grad="all"))
+    first, second = (gradients(sample, run(sample, deterministic=True)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

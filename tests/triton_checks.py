@@ -1,0 +1,74 @@
+"""The features that the Triton backend is tested on, with and without a GPU, and the check that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise.testing import Sample, Spec, make
+from tilewise.testing.judge import assert_exact
+
+SINGLE: tuple[tuple[str, ...], ...] = (
+    (), ("causal",), ("top_left",), ("window",), ("window_left",), ("window_right",), ("segments",), ("mask",),
+    ("padding",), ("bias",), ("bias_shared",), ("bias_rows",), ("softcap",), ("alibi",), ("alibi_batch",), ("sink",),
+    ("sink_batch",), ("dropout",), ("scale",),
+)  # fmt: skip
+COMBINED: tuple[tuple[str, ...], ...] = (
+    ("causal", "window_left", "sink", "dropout"),
+    ("mask", "bias", "alibi", "softcap", "causal"),
+    ("segments", "top_left", "bias_rows", "sink_batch"),
+    ("mask", "bias_shared", "dropout", "scale"),
+    ("window", "segments", "mask", "alibi_batch", "softcap", "sink", "dropout"),
+)
+PACKED: tuple[tuple[str, ...], ...] = (
+    (), ("causal",), ("window",), ("top_left", "alibi_batch"), ("softcap", "sink_batch", "dropout"),
+)  # fmt: skip
+
+
+def ids(value: Any) -> str | None:
+    """A readable test id for a tuple of features."""
+    return "+".join(value) or "plain" if isinstance(value, tuple) and all(isinstance(v, str) for v in value) else None
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type != device:
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+class DeviceSample(Sample):
+    """A sample whose options, the oracle's too, live on the sample's device."""
+
+    def oracle_options(self) -> dict[str, Any]:
+        return {name: _moved(value, self.spec.device) for name, value in super().oracle_options().items()}
+
+
+def sample_of(spec: Spec, seed: int = 0) -> Sample:
+    """The sample of ``spec``, every option on its device."""
+    made = make(spec, seed)
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    fields["options"] = {name: _moved(value, spec.device) for name, value in made.options.items()}
+    return DeviceSample(**fields)
+
+
+def check(spec: Spec, seed: int = 0, **keywords: Any) -> None:
+    """Output, lse and every gradient within the budget of plain PyTorch, unseen keys and fresh memory poisoned."""
+    assert_exact(sample_of(spec, seed), "triton", **keywords)
+
+
+def run(sample: Sample, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the Triton backend."""
+    function = tilewise.attention_varlen_with_lse if sample.spec.varlen else tilewise.attention_with_lse
+    return function(sample.q, sample.k, sample.v, backend="triton", **{**sample.options, **changes})
+
+
+def gradients(sample: Sample, state: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of <out, dout> + <lse, dlse> by name."""
+    named = sample.differentiable()
+    found = torch.autograd.grad(list(state), list(named.values()), [sample.dout, sample.dlse])
+    return dict(zip(named, found, strict=True))
