@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tilewise import masks
@@ -12,10 +14,27 @@ from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import Inputs, PackedSequence
 from tilewise.problem import Problem
 
-# Measured on two cores with AVX-512: products and exp of a warm loop, and the host cost of one visited tile.
-_FLOPS_PER_THREAD, _FLOPS_ELSEWHERE = 7e10, 2e12
+
+class Rate(NamedTuple):
+    """Nanoseconds of one thread for a pair of query and key: ``pair`` for the softmax, ``channel`` for each channel."""
+
+    pair: float
+    channel: float
+
+
+# Forward and backward, one core of a Xeon with AVX-512 at 1024 to 4096 tokens, headdim 64 and 128. Half inputs are
+# computed in fp32; a kernel that multiplies them as they are is to be preferred, so their rates are the slower ones.
+_RATES = {
+    torch.float64: (Rate(3.2, 0.085), Rate(3.0, 0.25)),
+    torch.float32: (Rate(1.0, 0.035), Rate(1.8, 0.085)),
+    torch.bfloat16: (Rate(1.2, 0.04), Rate(2.5, 0.14)),
+    torch.float16: (Rate(1.2, 0.04), Rate(2.5, 0.14)),
+}
+# How often the second-order functions compute what backward computes.
+_WORK = {"forward": 1.0, "backward": 1.0, "jvp": 1.5, "second": 3.5}
 _SECONDS_PER_TILE, _SECONDS_PER_CALL = 3e-5, 2e-4
-_WORK = {"forward": 1.0, "backward": 2.5, "jvp": 4.0, "second": 9.0}
+# On an accelerator this is the fallback: many launches, slower than any kernel of its own.
+_SHARE_ELSEWHERE = 0.05
 
 
 class CpuBackend:
@@ -29,17 +48,19 @@ class CpuBackend:
         return ()
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float:
-        """Seconds: kept pairs' FLOPs at a measured rate, and the host's work for each tile."""
-        lengths = problem.batch * problem.nheads
-        pairs = masks.kept_pairs(masks.band(problem), problem.seqlen_q, problem.seqlen_k) * lengths
-        flops = 2 * pairs * (problem.headdim + problem.headdim_v) * _WORK[problem.derivative]
-        rate = _FLOPS_PER_THREAD * facts.threads if problem.device_type == "cpu" else _FLOPS_ELSEWHERE
+        """Seconds: the pairs that are computed at a measured rate, and the host's work for each tile and call."""
         tiling = Tiling.of(problem)
-        tiles = (
-            pairs / (tiling.block_q * max(problem.group, 1) * tiling.block_k * tiling.units)
-            + problem.batch * problem.varlen
-        )
-        return flops / rate + _SECONDS_PER_TILE * tiles + _SECONDS_PER_CALL
+        pairs = masks.kept_pairs(masks.band(problem), problem.seqlen_q, problem.seqlen_k)
+        if problem.banded:  # tiles on the edge of the band are computed whole
+            pairs = min(pairs + problem.seqlen_q * tiling.block_q // 2, problem.seqlen_q * problem.seqlen_k)
+        pairs *= problem.batch * problem.nheads
+        rate = _RATES[problem.dtype][problem.derivative != "forward"]
+        channels = (problem.headdim + problem.headdim_v) / 2
+        work = pairs * (rate.pair + rate.channel * channels) * 1e-9 * _WORK[problem.derivative]
+        share = 1 / max(facts.threads, 1) if problem.device_type == "cpu" else _SHARE_ELSEWHERE
+        tiles = pairs / (tiling.block_q * max(problem.group, 1) * tiling.block_k * tiling.units)
+        calls = problem.batch if problem.varlen else 1
+        return work * share + tiles * _SECONDS_PER_TILE + calls * _SECONDS_PER_CALL
 
     def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
         """(query rows, key columns) of a tile."""
