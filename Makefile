@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test lint types tests setup clean
+.PHONY: help demo test lint types tests compile-all setup clean
 
 help:
 	@echo "make demo    set up .venv and run the demo (writes tilewise-demo/index.html)"
@@ -28,8 +28,16 @@ lint: .venv/.ready-dev
 types: .venv/.ready-dev
 	$(BIN)/python -m mypy
 
+# The Triton kernels run under Triton's interpreter in a process of their own: its switch is read at import.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --cov
+
 tests: .venv/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term-missing:skip-covered
+	TRITON_INTERPRET=1 $(PYTEST) --cov-report= --cov-fail-under=0 tests/interpreter
+	$(PYTEST) --cov-append --cov-report=term-missing:skip-covered
+
+# Takes long: every configuration of every kernel for every device, without a GPU.
+compile-all: .venv/.ready-dev
+	TILEWISE_COMPILE=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/compile
 
 setup: .venv/.ready-dev
 

@@ -37,6 +37,9 @@ LIBRARY.define(f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_A
 LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"second({_TANGENTS}, Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
 
+_PLANS: dict[object, tuple[Problem, Any]] = {}
+_PLAN_LIMIT = 4096
+
 State = tuple[torch.Tensor, torch.Tensor]
 Optional = torch.Tensor | None
 
@@ -46,6 +49,8 @@ def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*flat: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*flat)
         with torch._C._DisableAutocast():
             return function(*flat)
 
@@ -53,8 +58,19 @@ def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
-    """Checked facts and tensors, and the backend that runs them."""
+    """Checked facts and tensors, and the backend that runs them; remembered by facts, device, threads and request."""
     problem, inputs = describe(arguments)
+    key = (problem, derivative, arguments.backend, arguments.q.device, torch.get_num_threads())
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _plan(problem, derivative, arguments)
+        if len(_PLANS) >= _PLAN_LIMIT:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan[0], inputs, plan[1]
+
+
+def _plan(problem: Problem, derivative: str, arguments: Arguments) -> tuple[Problem, Any]:
     facts = device_facts(arguments.q.device)
     if derivative == "forward":
         name = choose(problem, facts, arguments.backend).name
@@ -62,7 +78,7 @@ def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, An
         problem = problem.replace(derivative=derivative)
         name = choose_derivative(problem, facts, arguments.backend)
     # with no pair to compute there is nothing to be fast at, and one room knows every empty case
-    return problem, inputs, registry.load("reference" if problem.is_empty else name)
+    return problem, registry.load("reference" if problem.is_empty else name)
 
 
 @_beyond_autocast

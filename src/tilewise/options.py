@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from tilewise.errors import InvalidInput, InvalidType
 from tilewise.problem import GRAD_NAMES
 
 _CAUSAL: dict[Any, str] = {"bottom_right": "bottom_right", "top_left": "top_left"}
+_LARGEST = int(sys.float_info.max)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -165,9 +167,8 @@ def flag(name: str, value: Any) -> bool:
 
 def backend(value: Any) -> str:
     """The backend asked for; "auto" becomes what ``use_backend`` set."""
-    if not isinstance(value, str):
-        raise InvalidType(f"backend: is {value!r}, must be a string")
-    return default.backend if value == "auto" else registry.check_name(value)
+    name = registry.check_name(value)
+    return default.backend if name == "auto" else name
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> list[str]:
@@ -184,6 +185,8 @@ def needs_grad(*tensors: torch.Tensor | None) -> list[str]:
 def _finite(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, _NUMBER):
         raise InvalidType(f"{name}: is {value!r}, must be a number")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise InvalidInput(f"{name}: is an integer of {value.bit_length()} bits, must fit in a float")
     # false for NaN and infinities, and a comparison that torch.compile can trace
     if not value - value == 0:  # type: ignore[operator]
         raise InvalidInput(f"{name}: is {value}, must be finite")

@@ -36,7 +36,7 @@ CASES = [
     ("sm_80", (256, 256), torch.bfloat16, "plain"),
     ("sm_86", (128, 128), torch.bfloat16, "causal"),
     ("sm_89", (64, 64), torch.bfloat16, "mask"),
-    ("sm_100", (64, 64), torch.bfloat16, "plain"),  # a minute: its compiler is the slowest
+    ("sm_100", (64, 64), torch.bfloat16, "plain"),
     ("sm_120", (256, 256), torch.bfloat16, "causal"),
     ("gfx942", (128, 128), torch.bfloat16, "causal"),
     ("gfx942", (256, 256), torch.float16, "plain"),

@@ -72,6 +72,7 @@ DENSE = [
     ({"softcap": INF}, ["softcap", "inf", "finite"]),
     ({"softcap": "3"}, ["softcap", "'3'", "number"]),
     ({"softmax_scale": NAN}, ["softmax_scale", "nan", "finite"]),
+    ({"softmax_scale": 10**400}, ["softmax_scale", "1329 bits", "float"]),
     ({"softmax_scale": torch.tensor(1.0)}, ["softmax_scale", "number"]),
     ({"dropout_p": -0.1}, ["dropout_p", "-0.1", "between 0 and 1"]),
     ({"dropout_p": 1.1}, ["dropout_p", "1.1"]),
@@ -242,3 +243,9 @@ def test_random_offsets_give_an_answer_or_a_refusal(data: st.DataObject) -> None
     assert longest is None or longest >= max(int(cu_q.diff().max()), int(cu_k.diff().max()), 0) or len(cu_q) == 1
     assert not out[int(cu_q[-1]) :].any()
     assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", [[], None, 3, b"cpu"])
+def test_use_backend_takes_only_a_name(name: object) -> None:
+    with pytest.raises(tilewise.InvalidType, match="backend"), tilewise.use_backend(name):  # type: ignore[arg-type]
+        pass

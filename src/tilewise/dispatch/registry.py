@@ -6,7 +6,7 @@ import functools
 import importlib
 
 from tilewise.dispatch.backend import Backend
-from tilewise.errors import InvalidInput
+from tilewise.errors import InvalidInput, InvalidType
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -24,6 +24,8 @@ def names() -> tuple[str, ...]:
 
 def check_name(name: str) -> str:
     """``name`` if it is "auto" or a backend; the error lists the valid names."""
+    if not isinstance(name, str):
+        raise InvalidType(f"backend: is {name!r}, must be a string")
     if name != "auto" and name not in _MODULES:
         raise InvalidInput(f"backend: is {name!r}, must be one of {', '.join(map(repr, ('auto', *_MODULES)))}")
     return name
