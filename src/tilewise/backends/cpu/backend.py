@@ -32,7 +32,7 @@ _RATES = {
 }
 # How often the second-order functions compute what backward computes.
 _WORK = {"forward": 1.0, "backward": 1.0, "jvp": 1.5, "second": 3.5}
-_SECONDS_PER_TILE, _SECONDS_PER_CALL = 3e-5, 2e-4
+_SECONDS_PER_TILE, _SECONDS_PER_CALL = 1.2e-4, 2e-4
 # On an accelerator this is the fallback: many launches, slower than any kernel of its own.
 _SHARE_ELSEWHERE = 0.05
 
