@@ -11,7 +11,7 @@ import torch
 from tilewise.device import DeviceFacts, device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.choose import Trace, survey
-from tilewise.errors import InvalidType
+from tilewise.errors import InvalidInput, InvalidType
 from tilewise.inputs import Arguments, describe
 from tilewise.iomodel import flops, memory, pairs
 from tilewise.masks import TileCounts
@@ -67,8 +67,13 @@ class Explanation:
     def _choice_lines(self) -> list[str]:
         where = f"{self.facts.type} {self.facts.arch}".strip()
         lines = [f"{self.problem.describe()} | {where}"]
-        chosen = self.backend or "no backend runs this problem"
-        lines.append(f"runs on    {chosen}" + ("" if self.request == "auto" else f" (asked for: {self.request})"))
+        if self.backend is None:
+            lines.append(
+                "runs on    nothing: "
+                + ("no backend can" if self.request == "auto" else self.request + " was asked for and refuses")
+            )
+        else:
+            lines.append(f"runs on    {self.backend}" + ("" if self.request == "auto" else ", which was asked for"))
         for row in self.trace:
             if row.name != self.backend and row.cost is not None:
                 lines.append(f"could run  {row.name}: estimated {1e3 * row.cost:.3g} ms")
@@ -113,7 +118,13 @@ def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor
         return device_facts(torch.device("cpu") if tensor.is_meta else tensor.device)
     if not isinstance(device, (str, torch.device)):
         raise InvalidType(f"device: is {device!r}, must be a device, its name, DeviceFacts or None")
-    return device_facts(torch.device(device))
+    try:
+        return device_facts(torch.device(device))
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"device: is {str(device)!r}, must be a device of this machine or DeviceFacts ({reason})"
+        ) from error
 
 
 def explain_arguments(arguments: Arguments, device: str | torch.device | DeviceFacts | None) -> Explanation:

@@ -82,7 +82,7 @@ def attention(
         segments: integers (batch, seqlen) for both sides (self-attention), or a pair (batch, seqlen_q), (batch,
             seqlen_k): a pair takes part iff its ids are equal. For packed documents.
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k); True = the pair takes part. Causal, window,
-            segments and mask AND together.
+            segments and mask AND together. A padding mask (batch, seqlen_k) goes in as ``mask[:, None, None, :]``.
         bias: float, added to the scores, broadcastable like mask; may require grad. Finite values never exclude.
         softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off.
         alibi_slopes: (nheads,) or (batch, nheads), float; may require grad.
@@ -93,7 +93,8 @@ def attention(
             one from torch's generator, only if dropout_p > 0.
         softmax_scale: default headdim ** -0.5; any finite number, 0 and negatives included.
         deterministic: bitwise equal from run to run on the same device, forward and backward.
-        backend: "auto", or a name; a backend asked for by name runs or raises, it never falls back.
+        backend: "auto", or a name ("cpu", "sdpa", "triton", "hopper", "reference"); a backend asked for by name runs
+            or raises, it never falls back.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype. A query that sees no key gives exactly 0, and its
@@ -210,7 +211,9 @@ def attention_varlen_with_lse(
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Inside, in this thread, calls that leave ``backend`` at "auto" ask for the backend ``name``; it runs or raises.
+    """``with use_backend("cpu"):`` makes that backend the default of every call inside it, in this thread.
+
+    A call whose ``backend`` is "auto" then asks for ``name``, which runs or raises; any other ``backend`` wins.
 
     Raises:
         InvalidInput: ``name`` is no backend; the message lists the names.

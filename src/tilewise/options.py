@@ -107,7 +107,8 @@ def window(value: Any) -> tuple[int | None, int | None]:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             raise InvalidType(f"window_size: is {tuple(value)!r}, each side must be an int or None")
         if side < 0:
-            raise InvalidInput(f"window_size: is {tuple(value)!r}, each side must be at least 0, or None for open")
+            needs = "each side must be at least 0, or None for open (-1 in other libraries)"
+            raise InvalidInput(f"window_size: is {tuple(value)!r}, {needs}")
     return value[0], value[1]
 
 

@@ -203,3 +203,21 @@ def test_a_problem_is_hashable_and_describes_itself() -> None:
     assert "q (9, 4, 16)" in packed.describe()
     assert PROBLEM.group == 2
     assert PROBLEM.replace(nheads=0, nheads_k=0).group == 1
+
+
+H200 = DeviceFacts(type="cuda", arch="sm_90", multiprocessors=132, shared_memory=232448, triton="3.6.0")
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_backend_says_which_tile_it_takes(name: str) -> None:
+    q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+    found = tilewise.explain(q, q, q, causal=True, backend=name, device=H200 if name in ("triton", "hopper") else None)
+    assert found.backend == name
+    assert found.tile is not None
+    assert min(found.tile) > 0
+
+
+def test_explain_refuses_a_device_that_is_not_there() -> None:
+    q = torch.empty(1, 8, 1, 8, device="meta")
+    with pytest.raises(tilewise.InvalidInput, match="device: is 'H100', must be a device of this machine"):
+        tilewise.explain(q, q, q, device="H100")

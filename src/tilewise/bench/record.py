@@ -28,7 +28,7 @@ def commit() -> str:
     folder = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "."], cwd=folder, capture_output=True)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ":/src"], cwd=folder, capture_output=True)
     except OSError:
         return ""
     return head.stdout.strip() + ("+" if changed.returncode == 1 else "") if head.returncode == 0 else ""

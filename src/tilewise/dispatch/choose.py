@@ -33,8 +33,9 @@ class Choice(NamedTuple):
 def _consider(backend: Backend, problem: Problem, facts: DeviceFacts, by_name: bool) -> Considered:
     reasons = backend.supports(problem, facts)
     if not reasons and not by_name and problem.device_type not in backend.auto_devices:
-        places = ", ".join(sorted(backend.auto_devices)) or "no device"
-        reasons = (Reason("auto", problem.device_type, places, f'backend="{backend.name}" runs it'),)
+        places = ", ".join(sorted(backend.auto_devices))
+        needs = places if places else "to be asked for by name"
+        reasons = (Reason("auto", problem.device_type, needs, f'backend="{backend.name}" runs it'),)
     return Considered(backend.name, reasons, None if reasons else _cost(backend, problem, facts))
 
 

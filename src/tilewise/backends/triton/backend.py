@@ -60,6 +60,13 @@ class Triton:
         flops = 2.0 * pairs * (problem.headdim + problem.headdim_v) * products
         return 2e-5 + flops / (rate * max(facts.multiprocessors, 1) / 132)
 
+    def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
+        """(query rows, key columns) of the forward's tile for aligned tensors."""
+        from tilewise.backends.triton import tiles
+
+        row = tiles.choose_row("forward", problem, facts, host.VECTOR_BYTES)
+        return row.block_m, row.block_n
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""
         from tilewise.backends.triton.plans import ForwardPlan
