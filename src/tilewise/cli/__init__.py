@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
+        sys.stdout.flush()
     except (InvalidInput, UnsupportedProblem) as error:
         print(f"tilewise {parsed.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # whoever reads, head perhaps, has seen enough; what is still buffered must not be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
