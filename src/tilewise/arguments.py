@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise import options
-from tilewise.inputs import Arguments
+from tilewise.inputs import Arguments, check_tensor
 
 Causal = bool | str
 Window = tuple[int | None, int | None]
@@ -35,12 +35,13 @@ def dense_arguments(
     backend: str = "auto",
 ) -> Arguments:
     """The operator's arguments for a call of ``attention``."""
-    options.check_tensors(q=q, k=k, v=v)
-    q, k, v = options.autocast(q, k, v)
-    segments_q, segments_k = options.segments(segments)
-    options.check_optional(bias=bias, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
-    left, right = options.window(window_size)
-    probability = options.dropout(dropout_p)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = options.autocast(q, k, v)
+    segments_q, segments_k = (None, None) if segments is None else options.segments(segments)
+    left, right = (None, None) if window_size is OPEN else options.window(window_size)
+    corner, scale, cap, probability, repeatable, name = options.plain(
+        causal, softmax_scale, softcap, dropout_p, deterministic, backend
+    )
     return Arguments(
         q,
         k,
@@ -53,18 +54,18 @@ def dense_arguments(
         segments_k,
         None,
         None,
-        options.seed(dropout_seed, probability, q.device),
-        options.causal(causal),
+        None if dropout_seed is None and probability == 0 else options.seed(dropout_seed, probability, q),
+        corner,
         left,
         right,
-        options.scale(softmax_scale),
-        options.softcap(softcap),
+        scale,
+        cap,
         probability,
         None,
         None,
-        options.flag("deterministic", deterministic),
-        options.needs_grad(q, k, v, bias, alibi_slopes, sink),
-        options.backend(backend),
+        repeatable,
+        options.needs_grad(q, k, v, bias, alibi_slopes, sink) if torch.is_grad_enabled() else (),
+        name,
     )
 
 
@@ -89,11 +90,14 @@ def varlen_arguments(
 ) -> Arguments:
     """The operator's arguments for a call of ``attention_varlen``."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    options.check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options.check_optional(alibi_slopes=alibi_slopes, sink=sink)
-    q, k, v = options.autocast(q, k, v)
-    left, right = options.window(window_size)
-    probability = options.dropout(dropout_p)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    check_tensor("cu_seqlens_k", cu_seqlens_k)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = options.autocast(q, k, v)
+    left, right = (None, None) if window_size is OPEN else options.window(window_size)
+    corner, scale, cap, probability, repeatable, name = options.plain(
+        causal, softmax_scale, softcap, dropout_p, deterministic, backend
+    )
     longest_q, longest_k = options.pair("max_seqlen", max_seqlen)
     return Arguments(
         q,
@@ -107,16 +111,16 @@ def varlen_arguments(
         None,
         cu_seqlens_q,
         cu_seqlens_k,
-        options.seed(dropout_seed, probability, q.device),
-        options.causal(causal),
+        options.seed(dropout_seed, probability, q),
+        corner,
         left,
         right,
-        options.scale(softmax_scale),
-        options.softcap(softcap),
+        scale,
+        cap,
         probability,
         options.longest(longest_q),
         options.longest(longest_k),
-        options.flag("deterministic", deterministic),
-        options.needs_grad(q, k, v, None, alibi_slopes, sink),
-        options.backend(backend),
+        repeatable,
+        options.needs_grad(q, k, v, None, alibi_slopes, sink) if torch.is_grad_enabled() else (),
+        name,
     )

@@ -23,7 +23,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from tilewise import ops
-from tilewise.inputs import TENSOR_COUNT, Arguments, tensors_of
+from tilewise.inputs import TENSOR_COUNT, Arguments, check_tensors
 from tilewise.problem import GRAD_NAMES
 
 Grad = torch.Tensor | None
@@ -75,7 +75,7 @@ def _wanted(ctx: Any, offset: int) -> list[str]:
 
 def _asking(rest: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
     """The plain values, asking for the gradients of ``names``."""
-    return (*rest[:_NEEDS], list(names), *rest[_NEEDS + 1 :])
+    return (*rest[:_NEEDS], tuple(names), *rest[_NEEDS + 1 :])
 
 
 def _spread(names: Sequence[str], grads: Sequence[torch.Tensor], offset: int) -> list[Grad]:
@@ -274,13 +274,14 @@ for _name in _FUNCTIONS:
 
 def forward(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), recorded for differentiation; ordinary eager calls go around the dispatcher."""
-    tensors = tensors_of(arguments)
+    tensors = arguments[:TENSOR_COUNT]
     if not _is_plain(tensors):
+        check_tensors(arguments)
         state = torch.ops.tilewise.forward.default(*arguments)
     elif _is_recorded(tensors):
         state = _apply(Forward, tensors, arguments[TENSOR_COUNT:])
     else:
-        state = ops.forward(*arguments)
+        state = ops.forward(arguments)
     return state[0], state[1]
 
 

@@ -129,8 +129,8 @@ def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor
 
 def explain_arguments(arguments: Arguments, device: str | torch.device | DeviceFacts | None) -> Explanation:
     """The explanation of one call's arguments on ``device``, q's own if None (the CPU for meta tensors)."""
-    facts = _facts(device, arguments.q)
     problem, inputs = describe(arguments)
+    facts = _facts(device, arguments.q)
     problem = problem.replace(device_type=facts.type)
     name, trace = survey(problem, facts, arguments.backend)
     tile = None if name is None else registry.load(name).tile(problem, facts)

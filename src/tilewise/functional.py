@@ -139,7 +139,8 @@ def attention_with_lse(
         out as ``attention`` gives it, and lse: natural log, (batch, nheads, seqlen_q), fp32 (fp64 for fp64 inputs),
         differentiable; -inf (or the sink) for a query that sees no key. ``merge_states`` merges such pairs.
     """
-    return autograd.forward(dense_arguments(q, k, v, **keywords))
+    out, lse = autograd.forward(dense_arguments(q, k, v, **keywords))
+    return out, lse.contiguous()
 
 
 def attention_varlen(
@@ -206,7 +207,8 @@ def attention_varlen_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``attention_varlen``, with lse (nheads, total_q) beside out; -inf for tokens beyond the last offset."""
-    return autograd.forward(varlen_arguments(q, k, v, **keywords))
+    out, lse = autograd.forward(varlen_arguments(q, k, v, **keywords))
+    return out, lse.contiguous()
 
 
 @contextlib.contextmanager

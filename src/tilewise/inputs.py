@@ -39,16 +39,11 @@ class Arguments(NamedTuple):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     deterministic: bool
-    needs_grad: Sequence[str]
+    needs_grad: tuple[str, ...]
     backend: str
 
 
 TENSOR_COUNT = Arguments._fields.index("dropout_seed") + 1
-
-
-def tensors_of(arguments: Arguments) -> tuple[torch.Tensor | None, ...]:
-    """The tensor arguments, in order."""
-    return arguments[:TENSOR_COUNT]  # type: ignore[return-value]
 
 
 class Inputs(NamedTuple):
@@ -123,9 +118,27 @@ def _three_shapes(arguments: Arguments) -> str:
     return ", ".join(f"{name} {tuple(getattr(arguments, name).shape)}" for name in ("q", "k", "v"))
 
 
-def _check_dtype(row: Row, tensor: torch.Tensor) -> None:
+def check_tensor(name: str, tensor: Any, otherwise: str = "") -> None:
+    """``tensor`` is a strided tensor: sparse and nested ones have no strides, and not every shape can be read."""
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidType(f"{row.name}: must be a torch.Tensor, got {type(tensor).__name__}")
+        raise InvalidType(f"{name}: must be a torch.Tensor{otherwise}, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        has = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InvalidType(f"{name}: layout is {has}, must be strided; see attention_varlen for packed sequences")
+
+
+def check_tensors(arguments: Arguments) -> None:
+    """Each tensor argument is a strided tensor, the optional ones may be None."""
+    required = ("q", "k", "v", *(() if arguments.cu_seqlens_q is None else ("cu_seqlens_q", "cu_seqlens_k")))
+    for name in Arguments._fields[: TENSOR_COUNT - 1]:
+        tensor = getattr(arguments, name)
+        if name in required:
+            check_tensor(name, tensor)
+        elif tensor is not None:
+            check_tensor(name, tensor, " or None")
+
+
+def _check_dtype(row: Row, tensor: torch.Tensor) -> None:
     if tensor.dtype not in row.dtypes:
         needs = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
         hint = f" ({_HINTS[row.name]})" if row.name in _HINTS else ""
@@ -200,6 +213,7 @@ def _check_offsets(name: str, offsets: torch.Tensor, total: int, side: str, long
 
 def _sizes(arguments: Arguments) -> dict[str, int]:
     """All sizes by name, after every shape, dtype and device has been checked."""
+    check_tensors(arguments)
     varlen = arguments.cu_seqlens_q is not None
     sizes: dict[str, int] = {}
     for row in _VARLEN if varlen else _DENSE:
@@ -278,25 +292,41 @@ _CACHE: dict[object, Problem] = {}
 _CACHE_LIMIT = 4096
 
 
-def _key(arguments: tuple[Any, ...]) -> tuple[object, ...]:
-    q, k, v, *others = arguments[:TENSOR_COUNT]
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        q.stride(-1),
-        k.stride(-1),
-        v.stride(-1),
-        *[None if t is None else (t.shape, t.dtype, t.device) for t in others],
-        arguments[TENSOR_COUNT:-2],
-        *arguments[-2],
-    )
+def _is_any_given(tensors: tuple[object, ...]) -> bool:
+    return len([None for tensor in tensors if tensor is not None]) > 0
+
+
+def facts_key(arguments: Arguments) -> tuple[object, ...] | None:
+    """Everything the checks and the Problem depend on, but for the numbers of offsets; None if it cannot be had.
+
+    Equal keys, equal facts: a repeated call pays for this and for one look-up, not for the checks.
+    """
+    q, k, v = arguments[:3]
+    others: tuple[Any, ...] = arguments[3:TENSOR_COUNT]
+    try:
+        if _is_any_given(others):
+            others = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in others])
+        return (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            q.stride()[-1],
+            k.stride()[-1],
+            v.stride()[-1],
+            q.layout,
+            k.layout,
+            v.layout,
+            others,
+            arguments[TENSOR_COUNT:],
+        )
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        return None  # no tensors, or none with strides: let the table speak
 
 
 def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
@@ -309,11 +339,11 @@ def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
     Raises:
         InvalidInput, InvalidType: naming the argument, what it was and what it must be.
     """
+    key = facts_key(arguments)
     try:
-        key = _key(arguments)
         problem = _CACHE.get(key)
-    except (AttributeError, IndexError, TypeError):
-        key, problem = None, None  # not tensors, or unhashable symbolic sizes: let the table speak
+    except TypeError:  # symbolic sizes have no hash
+        key, problem = None, None
     if problem is None:
         problem = _problem(arguments)
         if key is not None:
@@ -322,8 +352,15 @@ def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
             _CACHE[key] = problem
     if problem.varlen:
         problem = _with_lengths(problem, arguments)
+    return problem, inputs_of(arguments, problem)
+
+
+def inputs_of(arguments: Arguments, problem: Problem) -> Inputs:
+    """The tensors of checked arguments in the form every backend takes."""
+    if not _is_any_given(arguments[3:TENSOR_COUNT]):
+        return Inputs(arguments.q, arguments.k, arguments.v)
     seed = arguments.dropout_seed
-    return problem, Inputs(
+    return Inputs(
         q=arguments.q,
         k=arguments.k,
         v=arguments.v,

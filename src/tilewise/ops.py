@@ -9,7 +9,7 @@ derivatives are registered in ``autograd.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from tilewise.device import device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Gradients
 from tilewise.dispatch.choose import choose, choose_derivative
-from tilewise.inputs import Arguments, Inputs, describe, validate
+from tilewise.inputs import Arguments, Inputs, describe, facts_key, inputs_of, validate
 from tilewise.problem import GRAD_NAMES, Problem
 
 _ARGUMENTS = (
@@ -37,6 +37,7 @@ LIBRARY.define(f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_A
 LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"second({_TANGENTS}, Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
 
+_NEEDS = Arguments._fields.index("needs_grad")
 _PLANS: dict[object, tuple[Problem, Any]] = {}
 _PLAN_LIMIT = 4096
 
@@ -59,15 +60,33 @@ def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
     """Checked facts and tensors, and the backend that runs them; remembered by facts, device, threads and request."""
-    problem, inputs = describe(arguments)
-    key = (problem, derivative, arguments.backend, arguments.q.device, torch.get_num_threads())
-    plan = _PLANS.get(key)
+    key: tuple[object, ...]
+    if arguments.cu_seqlens_q is None:
+        key = (facts_key(arguments), derivative, torch.get_num_threads())
+        try:
+            plan = _PLANS.get(key)
+        except TypeError:  # symbolic sizes have no hash
+            key, plan = (None,), None
+        if plan is not None:
+            return plan[0], inputs_of(arguments, plan[0]), plan[1]
+        problem, inputs = describe(arguments)
+    else:
+        # the lengths, which may be read, are facts too
+        problem, inputs = describe(arguments)
+        key = (problem, derivative, arguments.backend, arguments.q.device, torch.get_num_threads())
+        plan = _PLANS.get(key)
     if plan is None:
         plan = _plan(problem, derivative, arguments)
         if len(_PLANS) >= _PLAN_LIMIT:
             _PLANS.clear()
-        _PLANS[key] = plan
+        if key[0] is not None:
+            _PLANS[key] = plan
     return plan[0], inputs, plan[1]
+
+
+def _arguments(flat: Sequence[Any]) -> Arguments:
+    """The dispatcher hands lists over; a tuple can be part of a key."""
+    return Arguments._make((*flat[:_NEEDS], tuple(flat[_NEEDS]), *flat[_NEEDS + 1 :]))
 
 
 def _plan(problem: Problem, derivative: str, arguments: Arguments) -> tuple[Problem, Any]:
@@ -81,12 +100,21 @@ def _plan(problem: Problem, derivative: str, arguments: Arguments) -> tuple[Prob
     return problem, registry.load("reference" if problem.is_empty else name)
 
 
-@_beyond_autocast
-def forward(*flat: Any) -> State:
-    """(out, lse) of the chosen backend; out is contiguous."""
-    problem, inputs, backend = _prepare(Arguments(*flat), "forward")
-    out, lse = backend.forward(problem, inputs)
-    return out.contiguous(), lse.contiguous()
+def forward(arguments: Arguments) -> State:
+    """(out, lse) of the chosen backend; out is contiguous, lse as it comes: few callers look at it."""
+    problem, inputs, backend = _prepare(arguments, "forward")
+    if not torch._C._is_any_autocast_enabled():
+        out, lse = backend.forward(problem, inputs)
+    else:
+        with torch._C._DisableAutocast():
+            out, lse = backend.forward(problem, inputs)
+    return out.contiguous(), lse
+
+
+def _forward_operator(*flat: Any) -> State:
+    """``forward`` for the dispatcher, both contiguous as its fake kernel says."""
+    out, lse = forward(_arguments(flat))
+    return out, lse.contiguous()
 
 
 def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) -> list[torch.Tensor]:
@@ -113,7 +141,7 @@ def backward(
     dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
 ) -> list[torch.Tensor]:
     """The gradients named in ``needs_grad``, in that order."""
-    arguments = Arguments(*flat)
+    arguments = _arguments(flat)
     problem, inputs, backend = _prepare(arguments, "backward")
     grads = backend.backward(problem, inputs, out, lse, dout, None if dlse is None else _counted(dlse, lse))
     return _as_given(grads, problem.needs_grad, arguments)
@@ -137,7 +165,7 @@ def _named_tangents(tangents: tuple[Optional, ...], problem: Problem) -> Gradien
 def jvp(*flat: Any) -> State:
     """Tangents of (out, lse)."""
     count = len(GRAD_NAMES)
-    tangents, (out, lse), arguments = flat[:count], flat[count : count + 2], Arguments(*flat[count + 2 :])
+    tangents, (out, lse), arguments = flat[:count], flat[count : count + 2], _arguments(flat[count + 2 :])
     problem, inputs, backend = _prepare(arguments, "jvp")
     named = _named_tangents(tangents, problem)
     out_tangent, lse_tangent = backend.jvp(problem, inputs, out, lse, named)
@@ -148,7 +176,7 @@ def jvp(*flat: Any) -> State:
 def second(*flat: Any) -> list[torch.Tensor]:
     """Gradient of <dout, jvp_out> + <dlse, jvp_lse> by the primals in ``needs_grad``."""
     count = len(GRAD_NAMES)
-    tangents, arguments = flat[:count], Arguments(*flat[count + 4 :])
+    tangents, arguments = flat[:count], _arguments(flat[count + 4 :])
     dout, dlse, out, lse = flat[count : count + 4]
     problem, inputs, backend = _prepare(arguments, "second")
     named = _named_tangents(tangents, problem)
@@ -171,19 +199,19 @@ def _empty_grads(arguments: Arguments) -> list[torch.Tensor]:
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
-    "forward": lambda *flat: _empty_state(Arguments(*flat)),
-    "backward": lambda *flat: _empty_grads(Arguments(*flat[4:])),
-    "jvp": lambda *flat: _empty_state(Arguments(*flat[len(GRAD_NAMES) + 2 :])),
-    "second": lambda *flat: _empty_grads(Arguments(*flat[len(GRAD_NAMES) + 4 :])),
+    "forward": lambda *flat: _empty_state(_arguments(flat)),
+    "backward": lambda *flat: _empty_grads(_arguments(flat[4:])),
+    "jvp": lambda *flat: _empty_state(_arguments(flat[len(GRAD_NAMES) + 2 :])),
+    "second": lambda *flat: _empty_grads(_arguments(flat[len(GRAD_NAMES) + 4 :])),
 }
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "forward": forward,
+    "forward": lambda *flat: forward(_arguments(flat)),
     "backward": backward,
     "jvp": jvp,
     "second": second,
 }
 
-for _name, _function in IMPLEMENTATIONS.items():
+for _name, _function in {**IMPLEMENTATIONS, "forward": _forward_operator}.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
     torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from typing import Any
@@ -27,31 +28,6 @@ class _Default(threading.local):
 default = _Default()
 
 
-def check_tensors(**tensors: Any) -> None:
-    """Each argument is a strided tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
-        _check_layout(name, tensor)
-
-
-def check_optional(**tensors: Any) -> None:
-    """Each argument is a strided tensor or None."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidType(f"{name}: must be a torch.Tensor or None, got {type(tensor).__name__}")
-        _check_layout(name, tensor)
-
-
-def _check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Sparse and nested tensors are refused: they have no strides, and not every shape can be read."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        has = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise InvalidType(f"{name}: layout is {has}, must be strided; see attention_varlen for packed sequences")
-
-
 def pair(name: str, value: Any) -> tuple[Any, Any]:
     """The values for queries and keys: a pair as it is, one value for both."""
     if not isinstance(value, (tuple, list)):
@@ -64,7 +40,6 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
 def segments(value: Any) -> tuple[Any, Any]:
     """Ids of queries and of keys: one tensor for both sides, a pair of tensors, or None."""
     segments_q, segments_k = pair("segments", value)
-    check_optional(segments_q=segments_q, segments_k=segments_k)
     if (segments_q is None) != (segments_k is None):
         name = "segments_q" if segments_q is None else "segments_k"
         raise InvalidType(f"{name}: is None though the other side has ids, must be a torch.Tensor")
@@ -73,13 +48,14 @@ def segments(value: Any) -> tuple[Any, Any]:
 
 def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Under autocast q, k, v are cast to its dtype, as torch's own attention casts them; fp64 stays."""
-    device_type = q.device.type
+    device_type = q.device.type if isinstance(q, torch.Tensor) else "meta"
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        is_half = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if is_half else tensor
 
     return cast(q), cast(k), cast(v)
 
@@ -133,14 +109,18 @@ def dropout(value: Any) -> float:
     return number
 
 
-def seed(value: Any, dropout_p: float, device: torch.device) -> torch.Tensor | None:
-    """The seed as a 0-dim int64 tensor; drawn from torch's generator if none is given; None without dropout."""
+def seed(value: Any, dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
+    """The seed as a 0-dim int64 tensor beside q; drawn from torch's generator if none is given; None without dropout.
+
+    q may be anything: its check comes later, and says more.
+    """
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.Tensor))):
         raise InvalidType(f"dropout_seed: is {value!r}, must be an int, a one-element int64 tensor or None")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidInput(f"dropout_seed: is {value}, must fit in 64 bits")
     if dropout_p == 0:
         return None
+    device = getattr(q, "device", None)
     if value is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(value, torch.Tensor):
@@ -166,21 +146,46 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def backend(value: Any) -> str:
-    """The backend asked for; "auto" becomes what ``use_backend`` set."""
-    name = registry.check_name(value)
-    return default.backend if name == "auto" else name
+Plain = tuple[str, float | None, float, float, bool, str]
 
 
-def needs_grad(*tensors: torch.Tensor | None) -> list[str]:
-    """Names, among q, k, v, bias, alibi_slopes, sink, of the tensors autograd will ask gradients for."""
-    if not torch.is_grad_enabled():
-        return []
-    return [
-        name
-        for name, tensor in zip(GRAD_NAMES, tensors, strict=True)
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    ]
+def _plain(causal_: Any, scale_: Any, softcap_: Any, dropout_p: Any, deterministic: Any, backend: Any) -> Plain:
+    return (
+        causal(causal_),
+        scale(scale_),
+        softcap(softcap_),
+        dropout(dropout_p),
+        flag("deterministic", deterministic),
+        registry.check_name(backend),
+    )
+
+
+# by type as well as by value, since 1 is no flag and True no number
+_remembered = functools.lru_cache(maxsize=1024, typed=True)(_plain)
+
+
+def plain(*values: Any) -> Plain:
+    """causal, softmax_scale, softcap, dropout_p, deterministic and backend, checked, each in its plain form.
+
+    "auto" becomes what ``use_backend`` set.
+    """
+    if torch.compiler.is_compiling():
+        checked = _plain(*values)
+    else:
+        try:
+            checked = _remembered(*values)
+        except TypeError:  # some value cannot be remembered: a list, say, which has an error of its own
+            checked = _plain(*values)
+    return checked if checked[5] != "auto" else (*checked[:5], default.backend)
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> tuple[str, ...]:
+    """Names, among q, k, v, bias, alibi_slopes, sink, of the tensors that require grad."""
+    names = []
+    for name, tensor in zip(GRAD_NAMES, tensors, strict=True):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            names.append(name)
+    return tuple(names)
 
 
 def _finite(name: str, value: Any) -> float:

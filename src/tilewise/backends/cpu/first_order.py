@@ -15,8 +15,8 @@ from tilewise.problem import Problem
 
 def forward(problem: Problem, inputs: Inputs) -> State:
     """out (batch, seqlen_q, nheads, headdim_v) in the input dtype, lse (batch, nheads, seqlen_q)."""
-    out = inputs.q.new_zeros(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
-    lse = inputs.q.new_zeros(problem.batch, problem.nheads, problem.seqlen_q, dtype=problem.state_dtype)
+    out = inputs.q.new_empty(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
+    lse = inputs.q.new_empty(problem.batch, problem.nheads, problem.seqlen_q, dtype=problem.state_dtype)
     for chunk in chunks(problem, inputs, ones=False):
         out_rows, lse_rows = chunk.row_side(out), chunk.row_scalars(lse)
         for queries in chunk.query_blocks():
@@ -105,7 +105,7 @@ def _backward_block(
         if chunk.problem.softcap:
             ds *= chunk.slope(ds)
         sums.add_product(chunk, block, tile, ds)
-    sums.finish_block(chunk, block)
+    sums.finish_block(block)
     p_sink = chunk.sink_probability(block)
     if "sink" in sums and p_sink is not None:
         sums.add_per_head("sink", chunk, -p_sink * delta)

@@ -166,7 +166,7 @@ def _second_block(
             sums.add_queries(by_z_tangent, tangents.k[:, tile.keys])
         if q_tangent is not None:
             sums.add_keys("k", tile, by_z_tangent, q_tangent)
-    sums.finish_block(chunk, block)
+    sums.finish_block(block)
     p_sink = chunk.sink_probability(block)
     if "sink" in sums and p_sink is not None:
         sums.add_per_head("sink", chunk, p_sink * (g * tangents.sink_rows(block) - total))

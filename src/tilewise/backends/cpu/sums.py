@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.backends.cpu.chunk import Chunk, KnownRows
-from tilewise.backends.cpu.layout import Strips, store_keys
+from tilewise.backends.cpu.layout import RowSide, Strips, store_keys
 from tilewise.backends.cpu.tiles import Tile
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
@@ -24,6 +24,7 @@ class GradientSums:
             self._totals[name] = torch.zeros(like.shape, dtype=dtype, device=like.device)
         self._keys: dict[str, Strips] = {}
         self._q: torch.Tensor | None = None
+        self._q_side: RowSide | None = None
         self.wants_scores = any(name not in ("v", "sink") for name in self._totals)
 
     def __contains__(self, name: str) -> bool:
@@ -31,6 +32,7 @@ class GradientSums:
 
     def start(self, chunk: Chunk) -> None:
         """Fresh sums for the keys and values of a span."""
+        self._q_side = chunk.row_side(self._totals["q"]) if "q" in self._totals else None
         for name in {"k", "v"} & self._totals.keys():
             shape = (chunk.k if name == "k" else chunk.v).whole.shape
             self._keys[name] = Strips(chunk.scratch.take(f"d{name}", shape).zero_(), 1)
@@ -59,10 +61,10 @@ class GradientSums:
         self.add_queries(dz, chunk.k[tile.keys])
         self.add_keys("k", tile, dz, block.q_plain)
 
-    def finish_block(self, chunk: Chunk, block: KnownRows) -> None:
+    def finish_block(self, block: KnownRows) -> None:
         """Store the current block's rows of q."""
-        if self._q is not None:
-            chunk.row_side(self._totals["q"]).store(block.queries, self._q)
+        if self._q_side is not None and self._q is not None:
+            self._q_side.store(block.queries, self._q)
             self._q = None
 
     def add_pairs(self, chunk: Chunk, tile: Tile, ds: torch.Tensor) -> None:

@@ -18,12 +18,14 @@ from tilewise.backends.cpu.layout import Span, pairs
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
-# One thread's share of a tile, in elements. CPU: 512 KiB of fp32 leave room for the operands in a 2 MiB L2 (256 x 512
-# was the fastest of 128..512 x 256..2048). Elsewhere launches cost more than cache misses.
-_AREA = {"cpu": 1 << 17}
-_ROWS = {"cpu": 256}
-_AREA_ELSEWHERE, _ROWS_ELSEWHERE, _UNITS_ELSEWHERE = 1 << 20, 1024, 64
-_LEAST_COLUMNS = 512
+# Elements of a tile that a unit fills, and that a thread fills in a step. CPU: 512 KiB of fp32 a unit leave room for
+# the operands in a 2 MiB L2; two units for each thread halve the steps. Elsewhere launches cost more than cache misses.
+_AREA, _AREA_ELSEWHERE = 1 << 17, 1 << 20
+_STEP = 1 << 18
+_ROWS, _ROWS_ELSEWHERE = 256, 1024
+_LEAST_COLUMNS, _UNITS_ELSEWHERE = 512, 64
+# Elements of K, V and their gradients that a step may hold: 32 MiB of fp32, unless one unit for each thread needs more.
+_COPIES = 1 << 23
 
 
 class Tile(NamedTuple):
@@ -49,14 +51,17 @@ class Tiling:
     @staticmethod
     def of(problem: Problem) -> Tiling:
         """The tiling that fits the problem and its device."""
-        kind = problem.device_type
-        area, group = _AREA.get(kind, _AREA_ELSEWHERE), max(problem.group, 1)
-        most = max(_ROWS.get(kind, _ROWS_ELSEWHERE) // group, 1)
+        on_cpu, group = problem.device_type == "cpu", max(problem.group, 1)
+        area = _AREA if on_cpu else _AREA_ELSEWHERE
+        most = max((_ROWS if on_cpu else _ROWS_ELSEWHERE) // group, 1)
         block_q = max(min(1 << (most.bit_length() - 1), problem.seqlen_q), 1)
         rows = group * block_q
         block_k = max(min(max(_LEAST_COLUMNS, area // rows), problem.seqlen_k), 1)
-        threads = torch.get_num_threads() if kind == "cpu" else _UNITS_ELSEWHERE
-        return Tiling(block_q, block_k, threads * max(area // (rows * block_k), 1))
+        if not on_cpu:
+            return Tiling(block_q, block_k, _UNITS_ELSEWHERE * max(area // (rows * block_k), 1))
+        threads = torch.get_num_threads()
+        copies = 2 * max(problem.seqlen_k, 1) * (problem.headdim + problem.headdim_v)
+        return Tiling(block_q, block_k, threads * max(min(_STEP // (rows * block_k), _COPIES // (copies * threads)), 1))
 
     def spans(self, problem: Problem) -> Iterator[Span]:
         """The problem's batch items and K/V heads, ``units`` at a time."""

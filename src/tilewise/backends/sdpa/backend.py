@@ -142,7 +142,8 @@ class SdpaBackend:
 
 def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    added, scale = _additive(problem, inputs), problem.softmax_scale
+    added = None if inputs.bias is None and inputs.mask is None else _additive(problem, inputs)
+    scale = problem.softmax_scale
     found = kernel.parts(problem)
     if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k):
         out, lse = kernel.forward(q, k, v, added, found[0].causal, scale)
@@ -182,16 +183,17 @@ def _backward(
     if row:
         q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
         rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
-    low, high = map(float, torch.aminmax(rows.lse))
-    if low == -torch.inf:
+    limit = _LSE_LIMIT[problem.dtype]
+    largest = float(torch.linalg.vector_norm(rows.lse, torch.inf))
+    if largest == torch.inf:
         rows = kernel.without_empty(rows)
-        low, high = map(float, torch.aminmax(rows.lse))
-    if max(-low, high) > _LSE_LIMIT[problem.dtype] and _is_asked_for(rows, _LSE_LIMIT[problem.dtype]):
+        largest = float(torch.linalg.vector_norm(rows.lse, torch.inf))
+    if largest > limit and _is_asked_for(rows, limit):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
         dq, dk, dv = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
         return _named(problem, torch.nn.functional.pad(dq, (0, 0, row, 0)), dk, dv)
-    if len(found) == 1 and found[0] == Part(0, 0, problem.seqlen_k, found[0].causal):
+    if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k):
         return _named(problem, *kernel.backward(rows, k, v, added, found[0].causal, scale))
     # the rectangle and the triangle share their rows, and no key
     dq = torch.zeros_like(inputs.q, dtype=problem.state_dtype).transpose(1, 2)
