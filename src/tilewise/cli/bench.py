@@ -110,7 +110,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
         return 2
     start = time.perf_counter()
     if arguments.warm:
-        limit = 60.0 if arguments.limit is None else 0.3 * arguments.limit
+        limit = 90.0 if arguments.limit is None else 0.5 * arguments.limit
         done = {row.get("step") for row in rows}
         print(warm.compile_ahead(settings, {name for name, _ in steps} - done, arguments.warm, limit), flush=True)
     facts = record.machine(torch.device("cuda"), arguments.commit)
