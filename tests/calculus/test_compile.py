@@ -217,8 +217,10 @@ def test_autocast_casts_and_leaves_fp64_alone(backend: str) -> None:
 
 
 def test_autocast_under_compile(backend: str) -> None:
+    place = here()
+
     def call(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(here(), dtype=BF16):
+        with torch.autocast(place, dtype=BF16):
             return tilewise.attention(x, x, x, causal=True, backend=backend)
 
     x = torch.randn(1, 9, 2, 8, requires_grad=True)

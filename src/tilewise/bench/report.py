@@ -89,7 +89,7 @@ def gpu(rows: Sequence[Row]) -> str:
     refused = dict.fromkeys(
         f"{row['contender']} {row['pass']}, {row['case']}: {row['reason']}"
         for row in rows
-        if row["figure"] == "refused" and not row["reason"].startswith(("has no ", "compiled per shape"))
+        if row["figure"] == "refused" and not row["reason"].startswith(("has no ", "its causal corner", "compiled per shape"))
     )
     parts.append("\n".join(["refused:", *refused]) if refused else "")
     parts += [f"WRONG: {row['reason']}" for row in rows if row["figure"] == "wrong"]
