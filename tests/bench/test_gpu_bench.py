@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import tilewise
 from tilewise.bench import contenders, gpu, gpu_cases, peers, report, summary, timing, warm
 from tilewise.bench.cases import Case
 from tilewise.cli import bench as command
@@ -106,6 +107,48 @@ def test_flash_attention_is_called_with_the_arguments_it_has(monkeypatch):
     packed = Case(1, 16, 2, 16, lengths=(16,))
     with pytest.raises(peers.Refusal, match="does not take max_seqlen_k, max_seqlen_q"):
         peers.PEERS["fa3"](packed, packed.tensors(), packed.options())
+
+
+def test_only_those_who_compute_the_case_may_be_timed(monkeypatch):
+    """One right, one slightly wrong, one that computes another function, one without a backward, one that raises."""
+
+    def right(case, tensors, options):
+        return lambda: tilewise.attention(*tensors, **options, backend="cpu")
+
+    def other(case, tensors, options):
+        return lambda: tilewise.attention(*tensors, **{**options, "causal": True}, backend="cpu")
+
+    def forward_only(case, tensors, options):
+        return lambda: right(case, tensors, options)().detach()
+
+    def broken(case, tensors, options):
+        raise RuntimeError("no kernel image\nand more")
+
+    monkeypatch.setattr(peers, "PEERS", {"right": right, "other": other, "forward": forward_only, "broken": broken})
+    exact = contenders.attention
+
+    def worse(*args, backend, **options):
+        return exact(*args, backend="cpu", **options) * (1.1 if backend == "reference" else 1.0)
+
+    monkeypatch.setattr(contenders, "attention", worse)
+    setting = contenders.Setting(Case(1, 40, 2, 16, dtype=BF16), True, "cpu")
+    names = ["tilewise-cpu", "tilewise-reference", "right", "other", "forward", "broken"]
+    found = contenders.assemble(setting, names)
+    assert list(found.forward) == ["tilewise-cpu", "right", "forward"]
+    assert list(found.backward) == ["tilewise-cpu", "right"]
+    assert all(error <= 1 for error in found.errors.values())
+    assert "tilewise-reference on bf16 (1, 40, 2, 16): out is off by" in found.wrong[0]
+    assert found.refused["other", "forward"].startswith("computes another function: out is off by")
+    assert "does not require grad" in found.refused["forward", "backward"]
+    assert found.refused["broken", "forward"] == "RuntimeError: no kernel image"
+    assert len(found.backward["right"]()) == 3
+
+
+def test_a_refusal_by_tilewise_is_told_with_its_reasons():
+    setting = contenders.Setting(Case(1, 40, 2, 16, bias=True, dtype=BF16), True, "cpu")
+    found = contenders.assemble(setting, ["tilewise-hopper"])
+    assert "bias: has one, needs none" in found.refused["tilewise-hopper", "forward"]
+    assert not found.wrong
 
 
 def test_rows_hold_ratios_to_every_peer_and_a_share_of_a_product(monkeypatch):

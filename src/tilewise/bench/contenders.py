@@ -24,10 +24,10 @@ class DeviceLost(RuntimeError):
 class Setting:
     """A case's tensors on the GPU, and what a contender's results are held against."""
 
-    def __init__(self, case: Case, backward: bool) -> None:
+    def __init__(self, case: Case, backward: bool, device: str = "cuda") -> None:
         self.case, self.backward = case, backward
-        self.tensors = case.tensors("cuda")
-        self.options = case.options("cuda")
+        self.tensors = case.tensors(device)
+        self.options = case.options(device)
         self.leaves = dict(zip("qkv", self.tensors, strict=True))
         if case.bias:
             self.leaves["bias"] = self.options["bias"]
@@ -81,9 +81,15 @@ def assemble(setting: Setting, names: Sequence[str]) -> Field:
     return found
 
 
+def _wait() -> None:
+    """Until the GPU is done, so that what went wrong there is told of the contender that did it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _require_device(name: str, error: BaseException) -> None:
     try:
-        torch.cuda.synchronize()
+        _wait()
     except Exception as lost:
         raise DeviceLost(f"{name} broke the CUDA context: {peers.told(error)}") from lost
 
@@ -92,7 +98,7 @@ def _admit(setting: Setting, name: str, found: Field) -> None:
     call = setting.call(name)
     with torch.no_grad():
         results = {"out": call()}
-    torch.cuda.synchronize()
+    _wait()
     work = None
     if setting.backward:
         try:

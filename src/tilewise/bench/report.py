@@ -8,6 +8,7 @@ from typing import Any
 from tilewise.bench import summary
 
 Row = dict[str, Any]
+LACKS = ("has no ", "its causal corner", "compiled per shape")  # refusals that say nothing new
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -89,7 +90,8 @@ def gpu(rows: Sequence[Row]) -> str:
     refused = dict.fromkeys(
         f"{row['contender']} {row['pass']}, {row['case']}: {row['reason']}"
         for row in rows
-        if row["figure"] == "refused" and not row["reason"].startswith(("has no ", "its causal corner", "compiled per shape"))
+        if row["figure"] == "refused"
+        and not row["reason"].startswith(("has no ", "its causal corner", "compiled per shape"))
     )
     parts.append("\n".join(["refused:", *refused]) if refused else "")
     parts += [f"WRONG: {row['reason']}" for row in rows if row["figure"] == "wrong"]
