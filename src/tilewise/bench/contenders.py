@@ -104,7 +104,11 @@ def _admit(setting: Setting, name: str, found: Field) -> None:
         try:
             results = gate.run(call, setting.leaves, setting.dout)
             work = _backward_of(setting, call)
+            for _ in range(2):  # not every backward can be run again
+                work()
+            _wait()
         except Exception as error:  # a peer without a backward says so in its own way
+            work = None
             found.refused[name, "backward"] = peers.told(error)
             _require_device(name, error)
     verdicts = setting.samples.verdicts(results)

@@ -71,9 +71,16 @@ def _flex(case: Case, tensors: Tensors, options: Options) -> Call:
             return score + bias[h, i, j]
 
     torch._dynamo.reset()  # every shape counts against one limit of recompilations, past which it would run uncompiled
+    torch._functorch.config.donated_buffer = False  # its backward is called again and again
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     grouped = case.nheads_k is not None
-    return lambda: compiled(q, k, v, score_mod=change, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    def call() -> torch.Tensor:
+        with torch.enable_grad():  # one graph for both passes: compiling it takes longer than all that is timed
+            out: torch.Tensor = compiled(q, k, v, score_mod=change, block_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return call
 
 
 def _flash_attention(module: str, open_side: int | None, case: Case, tensors: Tensors, options: Options) -> Call:

@@ -154,7 +154,7 @@ def _measure(steps: list[Step], rows: Rows, facts: dict[str, Any], arguments: ar
             print(error, file=sys.stderr)
             return False
         except Exception as error:  # one figure that cannot be had must not cost the others
-            print(f"failed: {peers.told(error)}")
+            print(f"failed after {time.perf_counter() - start - seconds:.1f} s: {peers.told(error)}", flush=True)
             whole = False
             continue
         new = [{"step": name, **row, **facts} for row in new]
