@@ -70,7 +70,8 @@ def absence(name: str) -> str:
     """What this machine lacks for a room on CUDA; empty if nothing."""
     if not torch.cuda.is_available():
         return "needs a CUDA device"
-    return "needs an sm_90 device" if name == "hopper" and torch.cuda.get_device_capability() != (9, 0) else ""
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+    return "needs an sm_90 device" if name == "hopper" and not hopper else ""
 
 
 ROOMS = EVERYWHERE | {name: room for name, room in ON_CUDA.items() if not absence(name)}
