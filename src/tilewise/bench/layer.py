@@ -60,6 +60,7 @@ def _work(layer: Layer, compiled: bool, x: torch.Tensor, dout: torch.Tensor) -> 
     return work
 
 
+@torch.no_grad()
 def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     """The largest relative distance among out and the gradients."""
     pairs = zip(one, other, strict=True)
