@@ -70,3 +70,22 @@ def test_batch_times_heads_past_2_16(backend: str) -> None:
     grads = torch.autograd.grad(out, (q, k, v), out.detach())
     for whole, one in zip(grads, torch.autograd.grad(alone, small, alone.detach()), strict=True):
         torch.testing.assert_close(whole[part], one)
+
+
+def test_memory_beside_the_results_is_a_few_numbers_a_row(backend: str) -> None:
+    """lse, delta and what they are read from; hopper adds up dq in fp32."""
+    q, k, v = (bf16(1, 16384, 8, 64) for _ in range(3))
+    dout = torch.randn_like(q)
+    rows = 16384 * 8
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = tilewise.attention(q, k, v, causal=True, backend=backend)
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = step()
+    extra = torch.cuda.max_memory_allocated() - before - sum(t.numel() * t.element_size() for t in results)
+    assert extra <= 4 * rows * 4 + (4 * q.numel() if backend == "hopper" else 0) + 2**20
