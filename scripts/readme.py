@@ -1,6 +1,6 @@
 """Write the parts of README.md that code can say, each between its markers.
 
-    python -m scripts.readme                                     the feature table and the recorded speed
+    python -m scripts.readme                                     the feature table and the recorded speeds
     python -m scripts.readme --demo demo.log --test test.log     and what the two commands printed
 
 A log is what ``make demo`` or ``make test`` printed. tests/unit/test_readme.py checks what can be said again.
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts import features
+from scripts import features, gpu_speed
 from tilewise.bench import record
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +94,9 @@ def main() -> None:
     text = replaced(README.read_text(encoding="utf-8"), "features", features.table())
     if SPEED.exists():
         text = replaced(text, "speed", speed(record.read(SPEED)))
+    if gpu_speed.RECORD.exists():
+        text = replaced(text, "gpu", gpu_speed.short(record.read(gpu_speed.RECORD)))
+        gpu_speed.main()
     for name, path, write in (("demo", arguments.demo, demo_block), ("test", arguments.test, test_block)):
         if path is not None:
             text = replaced(text, name, write(path.read_text(encoding="utf-8")))

@@ -8,26 +8,36 @@ import pytest
 import torch
 
 from tilewise import UnsupportedProblem
-from tilewise.testing import FEATURES, Sample, assert_exact
+from tilewise.testing import DENSE_ONLY, FEATURES, Sample, assert_exact
 
 HALF = (torch.bfloat16, torch.float16)
+SINGLE = (torch.float32, *HALF)
 
 
 class Room(NamedTuple):
-    """``features`` and ``layouts`` it runs, refusing others; ``lse_in_half``: lse is only as exact as plain half."""
+    """``features``, ``layouts`` and ``dtypes`` it runs, refusing others; where it runs, and how exact its lse is.
+
+    ``lse_in_half``: lse is only as exact as plain half. ``gradients``: the options whose gradient it gives, "packed"
+    among them if in the packed form too. ``headdim``: (multiple of, at most). ``share``: one in so many of the suite's
+    parametrisations is run without ``-m slow``, where every one of them compiles kernels of its own.
+    """
 
     features: frozenset[str]
     layouts: frozenset[str]
+    dtypes: tuple[torch.dtype, ...] = (*SINGLE, torch.float64)
     any_headdim_v: bool = True
-    bias_gradient: bool = True
+    headdim: tuple[int, int] = (1, 2**31)
+    gradients: frozenset[str] = frozenset({"bias", "alibi_slopes", "sink", "packed"})
     calculus: bool = True
     lse_in_half: bool = False
+    device: str = "cpu"
+    share: int = 1
 
 
 # torch's kernel excludes pairs before it scales, so a negative scale turns -inf into +inf
 TRIANGLES = {"causal", "top_left", "window_right"}
 ANY_LAYOUT = frozenset({"contiguous", "heads_first", "last_dim", "sliced", "expanded"})
-ROOMS = {
+EVERYWHERE = {
     "reference": Room(frozenset(FEATURES), ANY_LAYOUT),
     "cpu": Room(frozenset(FEATURES), ANY_LAYOUT),
     "sdpa": Room(
@@ -36,23 +46,60 @@ ROOMS = {
         ),
         ANY_LAYOUT - {"last_dim"},
         any_headdim_v=False,
-        bias_gradient=False,
+        gradients=frozenset({"packed"}),
         calculus=False,
         # torch's kernel uses a faster exp for half inputs
         lse_in_half=True,
     ),
 }
+ON_CUDA = {
+    "triton": Room(frozenset(FEATURES), ANY_LAYOUT, SINGLE, calculus=False, device="cuda", share=4),
+    "hopper": Room(
+        frozenset(FEATURES) - set(DENSE_ONLY) - {"dropout"},
+        ANY_LAYOUT - {"last_dim"},
+        HALF,
+        headdim=(8, 256),
+        gradients=frozenset({"sink"}),
+        calculus=False,
+        device="cuda",
+    ),
+}
+
+
+def absence(name: str) -> str:
+    """What this machine lacks for a room on CUDA; empty if nothing."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+    return "needs an sm_90 device" if name == "hopper" and not hopper else ""
+
+
+ROOMS = EVERYWHERE | {name: room for name, room in ON_CUDA.items() if not absence(name)}
+
+
+def here() -> str:
+    """The type of the device that the running test's tensors are made on."""
+    return torch.get_default_device().type
+
+
+def usual_dtype(backend: str) -> torch.dtype:
+    """fp32 where the room runs it."""
+    return torch.float32 if torch.float32 in ROOMS[backend].dtypes else ROOMS[backend].dtypes[0]
 
 
 def promises(sample: Sample, backend: str) -> bool:
     """Whether the room must run the sample (otherwise it must refuse it)."""
     room, spec = ROOMS[backend], sample.spec
-    wants_bias = "bias" in sample.differentiable()
+    multiple, most = room.headdim
+    wanted = set(sample.differentiable()) - {"q", "k", "v"}
     return (
         set(spec.features) <= room.features
         and spec.layout in room.layouts
+        and spec.dtype in room.dtypes
         and (room.any_headdim_v or spec.headdim == spec.headdim_v)
-        and (room.bias_gradient or not wants_bias)
+        and all(dim % multiple == 0 and dim <= most for dim in (spec.headdim, spec.headdim_v))
+        and wanted <= room.gradients
+        and (not (wanted and spec.varlen) or "packed" in room.gradients)
         and not (backend == "sdpa" and "scale" in spec.features and set(spec.features) & TRIANGLES)
     )
 

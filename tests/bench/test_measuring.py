@@ -7,6 +7,7 @@ import torch
 
 from tilewise.bench import cases, cpu, gate, memory, record, report, timing
 from tilewise.cli import main
+from tilewise.cli.bench import chosen
 
 
 def test_contenders_take_turns_in_alternating_order():
@@ -32,9 +33,10 @@ def test_spread_is_within_the_samples():
 
 def test_records_carry_the_machine_and_can_be_read_back(tmp_path):
     path = tmp_path / "results" / "cpu.jsonl"
-    record.write(path, [{"figure": "host", "us": 1.5}], torch.device("cpu"))
+    record.write(path, [{"figure": "host", "us": 1.5}], record.machine(torch.device("cpu"), "abc"))
     (row,) = record.read(path)
     assert row["us"] == 1.5
+    assert row["commit"] == "abc"
     assert row["torch"] == torch.__version__
     assert row["threads"] == torch.get_num_threads()
 
@@ -78,23 +80,22 @@ def test_the_command_measures_prints_and_writes(tmp_path, capsys):
     assert main(["bench", "cpu", "--rounds", "0"]) == 2
 
 
+def test_a_pattern_that_names_no_step_lists_them(capsys):
+    assert main(["bench", "cpu", "--only", "no such thing"]) == 2
+    said = capsys.readouterr().out
+    assert "fp32 (1, 4096, 8, 64) causal" in said
+    assert "host cost of a warm call" in said
+    steps = [("fp32 (1, 8, 2, 4)", None), ("host", None)]
+    for pattern in ("(1, 8", "^fp32", "2, 4\\)$"):
+        assert chosen(steps, pattern) == steps[:1]
+
+
 def test_flops_of_a_case_count_its_kept_pairs():
     assert cases.Case(1, 4, 2, 8).flops("forward") == 2 * 16 * 4 * 8
     assert cases.Case(1, 4, 2, 8, causal=True).flops("forward") == 2 * 10 * 4 * 8
     assert cases.Case(1, 4, 2, 8, window=2).flops("backward") == 2 * 7 * 10 * 8
     both = cases.Case(1, 4, 2, 8).flops("forward+backward")
     assert both == cases.Case(1, 4, 2, 8).flops("forward") * 7 // 2
-
-
-def test_the_matrix_has_a_line_a_case_and_a_column_a_contender():
-    rows = [
-        {"figure": "time", "case": "c", "pass": what, "contender": name, "ms": 1.0, "tflops": rate}
-        for what, name, rate in (("backward", "b", 3.0), ("forward", "a", 1.0), ("forward", "b", 2.0))
-    ]
-    lines = report.matrix(rows).splitlines()
-    assert [line.split() for line in lines] == [
-        ["pass", "case,", "TFLOP/s", "b", "a"], ["forward", "c", "2", "1"], ["backward", "c", "3", "-"]
-    ]  # fmt: skip
 
 
 def test_rates_are_drawn(tmp_path):
@@ -111,13 +112,3 @@ def test_bench_gpu_says_so_without_a_device(capsys):
         pytest.skip("a CUDA device is there")
     assert main(["bench", "gpu"]) == 2
     assert "no CUDA device" in capsys.readouterr().out
-
-
-def test_peers_that_cannot_run_are_refused_with_a_reason():
-    from tilewise.bench import peers
-
-    case = cases.Case(1, 16, 2, 16, window=4)
-    able, refused = peers.calls(case, case.tensors(), ("fa2-sdpa", "fa3"))
-    assert able == {}
-    assert refused["fa2-sdpa"] == "has no such feature"
-    assert "flash_attn_interface" in refused["fa3"]

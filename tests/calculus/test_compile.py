@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tests.rooms import here
 from tilewise import arguments
 from tilewise.testing import Spec, make, offsets
 
@@ -172,7 +173,7 @@ def test_inductor_compiles_forward_and_backward(backend: str) -> None:
 class Attention(torch.nn.Module):
     """A small layer around the call."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
         self.project = torch.nn.Linear(32, 3 * 32, device=device)
 
@@ -208,16 +209,18 @@ def test_case_161_meta_tensors_have_the_right_form(backend: str) -> None:
 
 def test_autocast_casts_and_leaves_fp64_alone(backend: str) -> None:
     x, y = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8, dtype=torch.float64)
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(here(), dtype=BF16):
         assert tilewise.attention(x, x, x, backend=backend).dtype == BF16
         assert tilewise.attention(y, y, y, backend=backend).dtype == torch.float64
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(here(), dtype=torch.float16):
         assert tilewise.attention(x, x, x, backend=backend).dtype == torch.float16
 
 
 def test_autocast_under_compile(backend: str) -> None:
+    place = here()
+
     def call(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(place, dtype=BF16):
             return tilewise.attention(x, x, x, causal=True, backend=backend)
 
     x = torch.randn(1, 9, 2, 8, requires_grad=True)
@@ -247,13 +250,11 @@ def test_checkpointing_recomputes_the_same_dropout(use_reentrant: bool, seed: in
     torch.testing.assert_close(x.grad, expected)
 
 
-def operator_arguments(features: tuple[str, ...]) -> tuple:
+def operator_arguments(features: tuple[str, ...], dtype: torch.dtype, backend: str) -> tuple:
     sample = make(
-        Spec(
-            features=features, dtype=torch.float64, seqlen_q=5, seqlen_k=7, headdim=4, headdim_v=3, requires_grad="all"
-        )
+        Spec(features=features, dtype=dtype, seqlen_q=5, seqlen_k=7, headdim=4, headdim_v=3, requires_grad="all")
     )
-    return tuple(arguments.dense_arguments(sample.q, sample.k, sample.v, **sample.options, backend="cpu"))
+    return tuple(arguments.dense_arguments(sample.q, sample.k, sample.v, **sample.options, backend=backend))
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -263,8 +264,10 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
     "features", [(), ("causal", "bias", "sink"), ("mask", "alibi", "softcap"), ("dropout",)], ids="+".join
 )
 @pytest.mark.parametrize("name", ["forward", "backward", "jvp", "second"])
-def test_opcheck_passes(name: str, features: tuple[str, ...]) -> None:
-    flat = operator_arguments(features)
+@pytest.mark.rooms("cpu", "auto-cuda")
+def test_opcheck_passes(name: str, features: tuple[str, ...], backend: str) -> None:
+    # fp32 on a GPU, which kernels run there
+    flat = operator_arguments(features, torch.float64 if here() == "cpu" else torch.float32, backend)
     out, lse = (t.detach() for t in torch.ops.tilewise.forward.default(*flat))
     named = arguments.Arguments(*flat)._asdict()
     tangents = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.rooms import here
 from tilewise.testing import assert_exact, attention_oracle, offsets, sample_of
 
 ALL = pytest.mark.rooms("reference", "cpu", "sdpa", "auto")
@@ -221,7 +222,7 @@ def test_case_97_neighbour_a_seed_is_drawn_only_for_dropout(backend: str) -> Non
 def test_case_103_autocast_computes_in_its_dtype(backend: str) -> None:
     q, k = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(2))
     v = torch.randn(1, 20, 2, 16, dtype=BF16, requires_grad=True)
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(here(), dtype=BF16):
         out = tilewise.attention(q, k, v, backend=backend)
     assert out.dtype == BF16
     grads = torch.autograd.grad(out.float().sum(), (q, k, v))

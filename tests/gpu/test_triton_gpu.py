@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: every feature at sizes that fill several tiles, sizes past 32 bits, streams, graphs."""
+"""The Triton backend on a GPU: every feature at sizes that fill several tiles, layouts, lengths, dropout, graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
-from tilewise.testing import Spec
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
+from tilewise.testing import Spec, make
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
@@ -54,12 +54,6 @@ def test_lengths(seqlens, features):
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
 
 
-@pytest.mark.parametrize("spread", [30.0, 300.0])
-def test_big_scores(spread):
-    check(Spec(seqlen_q=300, seqlen_k=300, headdim=64, headdim_v=64, dtype=torch.bfloat16, device="cuda", spread=spread,
-               features=("causal",)))  # fmt: skip
-
-
 def test_huge_inputs_with_one_key():
     q = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(tilewise.attention(q, q, q, backend="triton"), q)
@@ -82,46 +76,12 @@ def test_dropout_mask_is_the_cpus():
     "features", [("causal", "dropout", "sink"), ("bias_shared", "alibi"), ("mask", "bias")], ids=ids
 )
 def test_repeated_runs_are_bitwise_equal(features):
-    sample = sample_of(Spec(seqlen_q=700, seqlen_k=700, nheads=8, nheads_k=2, headdim=128, headdim_v=128,
+    sample = make(Spec(seqlen_q=700, seqlen_k=700, nheads=8, nheads_k=2, headdim=128, headdim_v=128,
                             features=features, dtype=torch.bfloat16, device="cuda", requires_grad="all"))  # fmt: skip
     first = gradients(sample, run(sample, deterministic=True))
     for _ in range(10):
         again = gradients(sample, run(sample, deterministic=True))
         assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def test_many_heads_times_batch():
-    q, k, v = (bf16(70000, 5, 1, 16).requires_grad_() for _ in range(3))
-    out = tilewise.attention(q, k, v, causal=True, backend="triton")
-    part = slice(69000, 70000)
-    assert torch.equal(out[part], tilewise.attention(q[part], k[part], v[part], causal=True, backend="triton"))
-    grads = torch.autograd.grad(out, (q, k, v), out.detach())
-    small = [t[part].detach().requires_grad_() for t in (q, k, v)]
-    alone = tilewise.attention(*small, causal=True, backend="triton")
-    for whole, one in zip(grads, torch.autograd.grad(alone, small, alone.detach()), strict=True):
-        assert torch.equal(whole[part], one)
-
-
-def test_addresses_past_32_bits():
-    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        pytest.skip("needs 60 GiB")
-    q, k, v = (bf16(1, 140000, 128, 128).requires_grad_() for _ in range(3))  # 2.3e9 elements
-    out = tilewise.attention(q, k, v, window_size=(100, 0), backend="triton")
-    grads = torch.autograd.grad(out, (q, k, v), out.detach())
-    tail = [t[:, -600:, -2:].detach().requires_grad_() for t in (q, k, v)]
-    alone = tilewise.attention(*tail, window_size=(100, 0), backend="triton")
-    expected = torch.autograd.grad(alone, tail, alone.detach())
-    assert torch.allclose(out[:, -400:, -2:].float(), alone[:, -400:].float(), atol=2e-2)
-    for whole, one in zip(grads, expected, strict=True):
-        assert torch.allclose(whole[:, -400:, -2:].float(), one[:, -400:].float(), atol=3e-2)
-
-
-def test_long_rows_keep_their_precision():
-    q, k, v = bf16(1, 256, 2, 64), bf16(1, 131072, 2, 64), bf16(1, 131072, 2, 64)
-    out = tilewise.attention(q, k, v, backend="triton").double()
-    s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
-    exact = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.double())
-    assert (out - exact).abs().max() < 2 * 2**-8 * exact.abs().max()
 
 
 def test_empty_problems():
@@ -139,7 +99,7 @@ def test_empty_problems():
         assert (grad_k == 0).all()
 
 
-def test_cuda_graph_draws_new_dropout_from_its_seed():
+def test_case_99_a_cuda_graph_draws_new_dropout_from_its_seed():
     q, k, v = (bf16(1, 256, 4, 64).requires_grad_() for _ in range(3))
     seed = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -174,27 +134,3 @@ def test_growing_lengths_compile_nothing():
     for length in (1, 16, 17, 128, 1000, 4096):
         call(length)
     assert len(launch._COMPILED) == count
-
-
-def test_no_synchronisation_on_the_call_path():
-    q, k, v = (bf16(1, 300, 2, 64).requires_grad_() for _ in range(3))
-    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
-    packed = [t[0].detach().requires_grad_() for t in (q, k, v)]
-    for _ in range(2):
-        torch.cuda.set_sync_debug_mode("error" if _ else "default")
-        try:
-            out = tilewise.attention(q, k, v, causal=True, backend="triton")
-            torch.autograd.grad(out, (q, k, v), out.detach())
-            out = tilewise.attention_varlen(*packed, cu_seqlens_q=offsets, max_seqlen=200, backend="triton")
-            torch.autograd.grad(out, packed, out.detach())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_second_device():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    qkv = torch.ones(4, 16, 3, 32, 64, device="cuda:1", dtype=torch.bfloat16)
-    out = tilewise.attention(*qkv.unbind(2), softmax_scale=1.0, backend="triton")
-    assert out.abs().sum().item() == 131072
-    assert torch.cuda.current_device() == 0

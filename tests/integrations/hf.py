@@ -118,7 +118,15 @@ def cache_name(model: Any) -> str:
 
 
 def tokens(batch: int = 2, seqlen: int = 13, seed: int = 1) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return placed(torch.randint(3, VOCABULARY, (batch, seqlen), generator=generator, device="cpu"))
+
+
+def placed(value: Any) -> Any:
+    """A tensor, or the tensors of a dict, on the device that models are made on."""
+    if isinstance(value, dict):
+        return {name: placed(item) for name, item in value.items()}
+    return value.to(torch.get_default_device()) if isinstance(value, Tensor) else value
 
 
 def padded(side: str, like: Tensor, count: int = 4) -> Tensor:

@@ -32,9 +32,9 @@ class Module(torch.nn.Module):
 
 
 def qkv(seqlen_q=7, seqlen_k=7, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator("cpu").manual_seed(seed)
     shapes = ((HEADS, seqlen_q, DIM), (HEADS_K, seqlen_k, DIM), (HEADS_K, seqlen_k, DIM))
-    return [torch.randn(BATCH, *shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [torch.randn(BATCH, *shape, generator=g, dtype=torch.float64, device="cpu").to(dtype) for shape in shapes]
 
 
 def expected(q, k, v, keep=None, bias=None, **options):

@@ -12,6 +12,8 @@ import transformers
 from tests.integrations import hf
 from tests.integrations.test_transformers_packing import ONES, POSITIONS
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def model_of(name):
     model = hf.make(hf.DECODERS[name]).eval()
@@ -31,11 +33,11 @@ def test_a_whole_forward_is_one_graph():
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids = hf.tokens(batch=1, seqlen=12)
     padding = hf.padded("left", ids)
-    for options in ({}, {"attention_mask": padding}, {"position_ids": POSITIONS}):
+    for options in ({}, {"attention_mask": padding}, {"position_ids": hf.placed(POSITIONS)}):
         with torch.no_grad():
             ours = compiled(ids, use_cache=False, **options).logits
             expected = model(ids, use_cache=False, **options).logits
-        keep = options.get("attention_mask", ONES).bool()
+        keep = options.get("attention_mask", hf.placed(ONES)).bool()
         torch.testing.assert_close(ours[keep], expected[keep], rtol=1e-3, atol=1e-4)
 
 
@@ -58,7 +60,7 @@ def test_packed_positions_inside_a_graph_without_a_mask():
     from tests.integrations.test_transformers_attention import Module, qkv
     from tilewise.integrations.transformers import attention_forward
 
-    q, k, v = qkv()
+    q, k, v = (hf.placed(x) for x in qkv())
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
     module = Module(is_causal=True)
 

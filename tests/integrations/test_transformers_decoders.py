@@ -11,11 +11,12 @@ pytest.importorskip("transformers", reason="the Transformers integration needs t
 
 from tests.integrations import hf
 
+pytestmark = pytest.mark.usefixtures("device")
 WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=list(hf.DECODERS))
-def model(request):
+def model(request, device):
     return hf.make(hf.DECODERS[request.param])
 
 

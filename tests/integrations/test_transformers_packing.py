@@ -13,6 +13,7 @@ from tests.integrations import hf
 from tilewise.errors import InvalidInput
 from tilewise.integrations.transformers import _restarts
 
+pytestmark = pytest.mark.usefixtures("device")
 LENGTHS = (5, 7)
 POSITIONS = torch.tensor([[*range(5), *range(7)]])
 OFFSETS = torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -31,7 +32,7 @@ TELLING = {
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "gpt_oss", "gpt2"])
-def model(request):
+def model(request, device):
     model = hf.make(hf.DECODERS[request.param]).eval()
     model.set_attn_implementation("tilewise")
     return model
@@ -44,7 +45,8 @@ def test_case_139_packed_sequences_do_not_see_each_other(model, how):
     other = torch.cat([hf.tokens(batch=1, seqlen=5, seed=9), ids[:, 5:]], dim=1)
     kept = 11 if "padding" in how else 12
     with torch.no_grad():
-        first, second = (model(x, position_ids=POSITIONS, **TELLING[how]).logits for x in (ids, other))
+        telling = {"position_ids": hf.placed(POSITIONS), **hf.placed(TELLING[how])}
+        first, second = (model(x, **telling).logits for x in (ids, other))
         alone = model(ids[:, 5:], use_cache=False).logits
     assert not torch.equal(first[:, :5], second[:, :5])
     assert torch.equal(first[:, 5:kept], second[:, 5:kept])
@@ -54,7 +56,7 @@ def test_case_139_packed_sequences_do_not_see_each_other(model, how):
 def test_packed_gradients_are_the_sum_of_the_sequences(model):
     ids = hf.tokens(batch=1, seqlen=12)
     model.zero_grad(set_to_none=True)
-    model(ids, position_ids=POSITIONS, use_cache=False).logits.square().sum().backward()
+    model(ids, position_ids=hf.placed(POSITIONS), use_cache=False).logits.square().sum().backward()
     packed = hf.gradients(model)
     model.zero_grad(set_to_none=True)
     for part in ids.split(LENGTHS, dim=1):
@@ -69,7 +71,7 @@ def test_an_empty_static_cache_takes_packed_sequences():
     cache = transformers.StaticCache(config=model.config, max_cache_len=20)
     name = hf.cache_name(model)
     with torch.no_grad():
-        packed = model(ids, position_ids=POSITIONS, attention_mask=ONES, **{name: cache}).logits
+        packed = model(ids, **hf.placed({"position_ids": POSITIONS, "attention_mask": ONES}), **{name: cache}).logits
         alone = model(ids[:, 5:], use_cache=False).logits
     torch.testing.assert_close(packed[:, 5:], alone, rtol=1e-3, atol=1e-4)
 
@@ -124,11 +126,11 @@ def test_half_told_sequences_are_refused(options, words):
     model = hf.make(hf.DECODERS["llama"]).eval()
     model.set_attn_implementation("tilewise")
     with pytest.raises(InvalidInput, match=words):
-        model(hf.tokens(batch=1, seqlen=12), use_cache=False, **options)
+        model(hf.tokens(batch=1, seqlen=12), use_cache=False, **hf.placed(options))
 
 
 def test_offsets_of_a_batch_are_refused():
     model = hf.make(hf.DECODERS["llama"]).eval()
     model.set_attn_implementation("tilewise")
     with pytest.raises(InvalidInput, match="the batch is 2"):
-        model(hf.tokens(batch=2, seqlen=12), use_cache=False, **CUMULATIVE)
+        model(hf.tokens(batch=2, seqlen=12), use_cache=False, **hf.placed(CUMULATIVE))

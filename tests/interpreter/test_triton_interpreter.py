@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run, sample_of
-from tilewise.testing import Spec
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
+from tilewise.testing import Spec, make
 
 
 @pytest.mark.parametrize("features", SINGLE + COMBINED, ids=ids)
@@ -54,6 +54,6 @@ def test_only_what_requires_grad_is_computed(names):
 
 
 def test_repeated_runs_are_bitwise_equal():
-    sample = sample_of(Spec(batch=1, features=("causal", "bias_shared", "dropout"), requires_grad="all"))
+    sample = make(Spec(batch=1, features=("causal", "bias_shared", "dropout"), requires_grad="all"))
     first, second = (gradients(sample, run(sample, deterministic=True)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

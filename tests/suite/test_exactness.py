@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from tests.rooms import hold
+from tests.rooms import ROOMS, SINGLE, hold, usual_dtype
 from tilewise import attention
 from tilewise.testing import FEATURES, LAYOUTS, Spec, compatible, make
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (*SINGLE, torch.float64)
 SHAPES = (
     {"seqlen_q": 17, "seqlen_k": 23, "headdim": 16, "headdim_v": 16},
     {"seqlen_q": 24, "seqlen_k": 9, "headdim": 8, "headdim_v": 24},
@@ -54,15 +54,17 @@ def test_each_feature_in_each_layout_is_exact_without_a_copy_by_the_caller(
 ) -> None:
     features = () if feature == "plain" else (feature,)
     shape = SHAPES[(0, 3, 5)[(len(feature) + len(layout)) % 3]]
-    sample = make(Spec(layout=layout, features=features, requires_grad=("q", "k", "v"), **shape), seed=2)
-    hold(sample, backend, through_lse=False)
+    spec = Spec(layout=layout, features=features, dtype=usual_dtype(backend), requires_grad=("q", "k", "v"), **shape)
+    hold(make(spec, seed=2), backend, through_lse=False)
 
 
 @pytest.mark.parametrize("features", [*PAIRS, *TRIPLES], ids=name_of)
 def test_features_together_are_exact_with_every_gradient(features: tuple[str, ...], backend: str) -> None:
     index = sum(map(len, features))
     shape = SHAPES[index % len(SHAPES)]
-    spec = Spec(dtype=DTYPES[index % 4], layout=LAYOUTS[index % 3], features=features, requires_grad="all", **shape)
+    dtypes = ROOMS[backend].dtypes
+    dtype = dtypes[index % len(dtypes)]
+    spec = Spec(dtype=dtype, layout=LAYOUTS[index % 3], features=features, requires_grad="all", **shape)
     hold(make(spec, seed=index), backend, through_lse=bool(index % 2))
 
 
@@ -72,10 +74,11 @@ def test_features_together_are_exact_with_every_gradient(features: tuple[str, ..
 )
 def test_keys_that_no_query_sees_may_hold_anything(features: tuple[str, ...], poison: float, backend: str) -> None:
     for shape in SHAPES[:2]:
-        sample = make(Spec(features=features, requires_grad=("q", "k", "v"), **shape), seed=3)
-        hold(sample, backend, poison_value=poison)
+        spec = Spec(features=features, dtype=usual_dtype(backend), requires_grad=("q", "k", "v"), **shape)
+        hold(make(spec, seed=3), backend, poison_value=poison)
 
 
+@pytest.mark.rooms(*(name for name, room in ROOMS.items() if "mask" in room.features))
 @pytest.mark.parametrize("scale", [0.25, 30.0])
 def test_a_nan_that_comes_back_through_a_row_that_sees_nothing_goes_no_further(backend: str, scale: float) -> None:
     q, k, v = (torch.randn(2, 9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -88,7 +91,7 @@ def test_a_nan_that_comes_back_through_a_row_that_sees_nothing_goes_no_further(b
     dout[:, 3] = float("nan")
     for actual, other in zip(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), expected, strict=True):
         assert torch.equal(actual, other)
-    if backend != "sdpa":
+    if ROOMS[backend].calculus:
         (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
         for second in torch.autograd.grad(dq.square().sum(), (q, k, v)):
             assert bool(second.isfinite().all())
@@ -112,7 +115,7 @@ LONG = (
 @pytest.mark.parametrize(
     "shape", LONG, ids=lambda shape: f"{shape['seqlen_q']}x{shape['seqlen_k']}-{name_of(shape['features'])}"
 )
-@pytest.mark.rooms("cpu", "sdpa")
+@pytest.mark.rooms("cpu", "sdpa", "hopper")
 def test_lengths_over_several_tiles_are_exact(shape: dict, dtype: torch.dtype, backend: str) -> None:
     spec = Spec(batch=1, nheads=4, nheads_k=2, headdim=24, headdim_v=24, dtype=dtype, requires_grad="all", **shape)
     hold(make(spec, seed=4), backend)
@@ -142,12 +145,14 @@ PACKED_FEATURES = [
 def test_packed_sequences_are_exact_and_spare_tokens_are_zero(
     number: int, features: tuple[str, ...], backend: str
 ) -> None:
-    for dtype in (DTYPES[number % 4], torch.float32):
+    dtypes = ROOMS[backend].dtypes
+    for dtype in (dtypes[number % len(dtypes)], usual_dtype(backend)):
         spec = Spec(dtype=dtype, features=features, requires_grad="all", layout=LAYOUTS[number % 2], **PACKED[number])
         hold(make(spec, seed=number), backend)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_packed_sequences_take_any_strides(layout: str, backend: str) -> None:
-    spec = Spec(layout=layout, features=("causal",), requires_grad="all", **PACKED[0])
+    dtype = usual_dtype(backend)
+    spec = Spec(layout=layout, features=("causal",), dtype=dtype, requires_grad="all", **PACKED[0])
     hold(make(spec, seed=5), backend)

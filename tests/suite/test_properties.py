@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise
-from tests.rooms import ROOMS
+from tests.rooms import ROOMS, usual_dtype
 from tilewise.testing import FEATURES, Spec, compatible, make
 
 FP64 = torch.float64
+pytestmark = pytest.mark.rooms(*(name for name, room in ROOMS.items() if FP64 in room.dtypes))
 LENGTH = st.integers(1, 24)
 SEED = st.integers(0, 10**6)
 
@@ -145,6 +146,7 @@ def test_all_rooms_drop_the_same_pairs(data: st.DataObject) -> None:
     torch.testing.assert_close(states[1][1], undropped)
 
 
+@pytest.mark.rooms(*ROOMS)
 @pytest.mark.parametrize(
     "features", [("causal",), ("window", "sink"), ("mask", "bias"), ("segments", "alibi")], ids="+".join
 )
@@ -154,7 +156,8 @@ def test_a_query_block_changes_nothing_above_it(features: tuple[str, ...], backe
         with pytest.raises(tilewise.UnsupportedProblem):
             call(make(Spec(features=features)), backend)
         return
-    one = make(Spec(features=features, requires_grad=("q", "k", "v"), seqlen_q=20, seqlen_k=20))
+    dtype = usual_dtype(backend)
+    one = make(Spec(features=features, requires_grad=("q", "k", "v"), seqlen_q=20, seqlen_k=20, dtype=dtype))
     out, _ = call(one, backend)
     dq, _, dv = torch.autograd.grad(out[:, 7:9].sum(), (one.q, one.k, one.v))
     assert not dq[:, :7].any()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from scripts import features, readme
+from scripts import features, gpu_speed, readme
 from tilewise.demo import part_row, units
 
 TEXT = readme.README.read_text(encoding="utf-8")
@@ -22,6 +22,35 @@ def test_the_speed_is_what_was_recorded():
         assert readme.block(TEXT, "speed") == ""
         return
     assert readme.block(TEXT, "speed") == readme.speed(readme.record.read(readme.SPEED))
+
+
+def test_the_gpu_speed_is_what_was_recorded():
+    if not gpu_speed.RECORD.exists():
+        assert readme.block(TEXT, "gpu") == ""
+        return
+    rows = readme.record.read(gpu_speed.RECORD)
+    assert readme.block(TEXT, "gpu") == gpu_speed.short(rows).strip("\n")
+    assert gpu_speed.PAGE.read_text(encoding="utf-8") == gpu_speed.page(rows)
+
+
+def test_a_recorded_gpu_run_becomes_a_page():
+    facts = {"device": "a GPU", "torch": "2.11", "triton": "3.6", "driver": "1", "commit": "abc", "date": "2026-01-01"}
+    facts["peers"] = {"fa3": "3.0"}
+    shared = {"figure": "time", "table": "square", "case": "c", "pass": "forward", "of_matmul": 0.5, **facts}
+    rows = [
+        {**shared, "contender": "tilewise-hopper", "tflops": 650.0, "ratios": {"fa3": 1.05}, "of_one_length": 0.9},
+        {**shared, "contender": "fa3", "tflops": 620.0, "ratios": {}},
+        {"figure": "host", "pass": "with grad", "contender": "fa3", "us": 83.2},
+        {"figure": "layer", "case": "l", "pass": "eager", "contender": "tilewise-hopper", "ms": 3.0,
+         "ratios": {"cudnn-sdpa": 1.1}},
+        {"figure": "first call", "pass": "warm", "contender": "tilewise-hopper", "seconds": {"forward": 1.25}},
+    ]  # fmt: skip
+    text = gpu_speed.page(rows)
+    assert "| forward | c | fa3 620 | 650 | 1.05 | 0.50 |" in text
+    assert "| forward | `hopper` | best peer | 1 | 1.05 | 1.05 | c |" in text
+    for words in ("fa3 83", "3.00 ms, 1.10 x cudnn-sdpa", "forward 1.25 s", "0.90 of its rate", "commit abc"):
+        assert words in text
+    assert "| fa3 620 |" not in gpu_speed.short(rows)
 
 
 def test_the_worked_row_prints_the_same_numbers():

@@ -34,28 +34,45 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if changed.returncode == 1 else "") if head.returncode == 0 else ""
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on beside the code."""
+def driver() -> str:
+    """The GPU driver's version, empty where it cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def machine(device: torch.device, stated_commit: str | None = None) -> dict[str, Any]:
+    """What a figure depends on beside the code; ``stated_commit`` is told where the source is no checkout."""
     facts = device_facts(device)
     name = facts.name if device.type == "cuda" else _first_line("/proc/cpuinfo", "model name") or platform.processor()
+    on_gpu = {"cuda": torch.version.cuda, "driver": driver()} if device.type == "cuda" else {}
     return {
         "device": name,
         "arch": facts.arch,
         "threads": facts.threads,
         "cores": os.cpu_count(),
         "torch": facts.torch,
+        **on_gpu,
         "triton": facts.triton,
         "python": platform.python_version(),
-        "commit": commit(),
+        "commit": stated_commit or commit(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def write(path: Path, rows: list[dict[str, Any]], device: torch.device) -> None:
+def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Replace ``path`` by one line a row, each with the machine's facts."""
-    facts = machine(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({**row, **facts}) + "\n" for row in rows))
+    path.write_text("")
+    append(path, rows, facts)
+
+
+def append(path: Path, rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Add one line a row, so that a run that is cut off leaves what it has measured."""
+    with path.open("a") as file:
+        file.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

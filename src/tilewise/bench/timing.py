@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 Work = Callable[[], object]
+TURN = 0.03  # seconds of a turn on the GPU
 
 
 class Samples(NamedTuple):
@@ -66,24 +67,24 @@ def speed_ratio(contender: Samples, peer: Samples) -> float:
 
 
 def interleaved_cuda(
-    contenders: Mapping[str, Work], rounds: int, calls: int = 10, pause: float = 0.05
+    contenders: Mapping[str, Work], seconds: float, pause: float = 0.05, least_rounds: int = 3
 ) -> dict[str, Samples]:
-    """As ``interleaved``, on the GPU's own clock: a round's number is the median of ``calls`` calls.
+    """As ``interleaved``, on the GPU's own clock, until ``seconds`` have passed; a round's number is a median of calls.
 
     Before each call a buffer larger than the L2 cache is written: it empties the cache, and while it runs the host
-    gets ahead, so that launch time is not counted. Each turn starts after the same pause, to cool down.
+    gets ahead, so that launch time is not counted. Each turn starts after the same pause, to cool down, and is about
+    as long as every other one, since a card at its power limit slows down under long ones.
     """
     flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    calls = {name: max(3, min(20, round(TURN / _warmed(work)))) for name, work in contenders.items()}
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
-    for name in order:
-        for _ in range(3):
-            contenders[name]()
-    for _ in range(rounds):
+    end = time.perf_counter() + seconds
+    while order and (time.perf_counter() < end or len(taken[order[0]]) < least_rounds):
         for name in order:
             torch.cuda.synchronize()
             time.sleep(pause)
-            events = [(_event(), _event()) for _ in range(calls)]
+            events = [(_event(), _event()) for _ in range(calls[name])]
             for start, stop in events:
                 flush.zero_()
                 start.record()
@@ -93,6 +94,18 @@ def interleaved_cuda(
             taken[name].append(statistics.median(start.elapsed_time(stop) for start, stop in events) / 1e3)
         order.reverse()
     return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+
+
+def _warmed(work: Work) -> float:
+    """Seconds of a call that is not the first."""
+    for _ in range(2):
+        work()
+    start, stop = _event(), _event()
+    start.record()
+    work()
+    stop.record()
+    torch.cuda.synchronize()
+    return max(float(start.elapsed_time(stop)) / 1e3, 1e-6)
 
 
 def _event() -> Any:

@@ -3,61 +3,163 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import re
+import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
+Step = tuple[str, Callable[[], Rows]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench``."""
     parser.add_argument("device", choices=["cpu", "gpu"], help="where to measure")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender (%(default)s)")
-    parser.add_argument("--only", help="measure only the steps whose name has this text")
+    parser.add_argument("--only", metavar="PATTERN", help="measure the steps whose name has this text or matches it")
     parser.add_argument("--out", type=Path, help="write JSON lines there, e.g. benchmarks/results/cpu.jsonl")
-    parser.add_argument("--backends", nargs="+", default=["auto"], help="gpu: tilewise's backends (%(default)s)")
+    parser.add_argument("--commit", help="the commit to record, where the source is no checkout")
+    parser.add_argument("--rounds", type=int, default=9, help="cpu: turns of each contender (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="gpu: for each case and pass (%(default)s)")
+    parser.add_argument("--limit", type=float, help="gpu: start no new step after so many seconds")
+    parser.add_argument("--backends", nargs="+", default=["hopper", "triton"], help="gpu: tilewise's (%(default)s)")
     parser.add_argument("--peers", nargs="*", help="gpu: the peers, all that can be imported if not given")
+    parser.add_argument(
+        "--skip", nargs=2, action="append", default=[], metavar=("CONTENDER", "PATTERN"),
+        help="gpu: leave a contender out of the cases that match",
+    )  # fmt: skip
+    parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES", help="gpu: compile first, in so many")
+    parser.add_argument("--resume", action="store_true", help="gpu: keep what --out has, measure the other steps")
     parser.add_argument("--plot", type=Path, help="gpu: draw the rates there, as .png or .svg (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 when a result was wrong, which is then not timed."""
-    import torch
-
-    from tilewise.bench import cpu, gate, gpu, peers, record, report
-
     if arguments.rounds < 1:
         print(f"--rounds: is {arguments.rounds}, must be at least 1")
         return 2
-    if arguments.device == "gpu":
-        if not torch.cuda.is_available():
-            print("bench gpu: no CUDA device is there")
-            return 2
-        names = tuple(peers.PEERS if arguments.peers is None else arguments.peers)
-        steps = gpu.steps(tuple(arguments.backends), names, arguments.rounds)
-    else:
-        steps = cpu.steps(arguments.rounds)
+    return _cpu(arguments) if arguments.device == "cpu" else _gpu(arguments)
+
+
+def chosen(steps: Iterable[Step], only: str | None) -> list[Step]:
+    """The steps to take.
+
+    Raises:
+        LookupError: no name has the text ``only`` or matches it; the message lists the names.
+    """
+    known = list(steps)
+    found = [(name, step) for name, step in known if only is None or only in name or _matches(only, name)]
+    if not found:
+        raise LookupError(f"--only {only!r} names no step; there are: " + "; ".join(name for name, _ in known))
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _cpu(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from tilewise.bench import cpu, gate, record, report
+
     rows: Rows = []
     try:
-        _measure(steps, arguments.only, rows)
+        steps = chosen(cpu.steps(arguments.rounds), arguments.only)
+        for index, (name, step) in enumerate(steps):
+            print(f"[{index + 1}/{len(steps)}] {name}", flush=True)
+            rows += step()
+    except LookupError as error:
+        print(error.args[0])
+        return 2
     except gate.GateFailed as error:
         print(f"not timed: {error}")
         return 1
-    print(report.table(rows) if arguments.device == "cpu" else report.matrix(rows))
+    print(report.table(rows))
     if arguments.out is not None:
-        record.write(arguments.out, rows, torch.device("cuda" if arguments.device == "gpu" else "cpu"))
+        record.write(arguments.out, rows, record.machine(torch.device("cpu"), arguments.commit))
+        print(f"written to {arguments.out}")
+    return 0
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from tilewise.bench import gpu, peers, record, report, summary, warm
+    from tilewise.dispatch import registry
+
+    if not torch.cuda.is_available():
+        print("bench gpu: no CUDA device is there")
+        return 2
+    names = peers.importable() if arguments.peers is None else tuple(arguments.peers)
+    for option, given, known in (("--peers", names, peers.PEERS), ("--backends", arguments.backends, registry.names())):
+        if unknown := set(given) - set(known):
+            print(f"{option}: is {', '.join(sorted(unknown))}, must be among {', '.join(known)}")
+            return 2
+    settings = gpu.Settings(tuple(arguments.backends), names, arguments.seconds, tuple(map(tuple, arguments.skip)))
+    rows = record.read(arguments.out) if arguments.resume and arguments.out and arguments.out.exists() else []
+    try:
+        steps = chosen(gpu.steps(settings), arguments.only)
+    except LookupError as error:
+        print(error.args[0])
+        return 2
+    start = time.perf_counter()
+    if arguments.warm:
+        limit = 90.0 if arguments.limit is None else 0.5 * arguments.limit
+        done = {row.get("step") for row in rows}
+        print(warm.compile_ahead(settings, {name for name, _ in steps} - done, arguments.warm, limit), flush=True)
+    facts = record.machine(torch.device("cuda"), arguments.commit)
+    facts |= {"peers": peers.versions(), "run": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds")}
+    if arguments.out is not None:
+        record.write(arguments.out, rows, {})
+    whole = _measure(steps, rows, facts, arguments, start)
+    print(report.gpu(rows))
+    if arguments.out is not None:
+        # means are written anew each time, over every row there is
+        kept = [row for row in rows if row["figure"] != "summary"]
+        record.write(arguments.out, kept, {})
+        record.append(arguments.out, summary.rows(kept), facts)
         print(f"written to {arguments.out}")
     if arguments.plot is not None:
         from tilewise.bench import plot
 
         plot.rates(rows, arguments.plot)
         print(f"drawn in {arguments.plot}")
-    return 0
+    return 0 if whole and not any(row["figure"] == "wrong" for row in rows) else 1
 
 
-def _measure(steps: Iterable[tuple[str, Callable[[], Rows]]], only: str | None, rows: Rows) -> None:
-    chosen = [(name, step) for name, step in steps if only is None or only in name]
-    for index, (name, step) in enumerate(chosen):
-        print(f"[{index + 1}/{len(chosen)}] {name}", flush=True)
-        rows += step()
+def _measure(steps: list[Step], rows: Rows, facts: dict[str, Any], arguments: argparse.Namespace, start: float) -> bool:
+    """Take the steps that ``rows`` does not hold, adding what they give; whether none failed."""
+    from tilewise.bench import contenders, gate, peers, record
+
+    whole = True
+    done = {row["step"] for row in rows if "step" in row}
+    for index, (name, step) in enumerate(steps):
+        label = f"[{index + 1}/{len(steps)}] {name}"
+        seconds = time.perf_counter() - start
+        if name in done or (arguments.limit is not None and seconds > arguments.limit):
+            print(f"{label}: {'recorded already' if name in done else 'not started, the time is up'}", flush=True)
+            continue
+        print(f"{label} ... ", end="", flush=True)
+        try:
+            new = step()
+        except gate.GateFailed as error:
+            new = [{"figure": "wrong", "case": name, "pass": "", "contender": "", "reason": str(error)}]
+        except contenders.DeviceLost as error:
+            print(error, file=sys.stderr)
+            return False
+        except Exception as error:  # one figure that cannot be had must not cost the others
+            print(f"failed after {time.perf_counter() - start - seconds:.1f} s: {peers.told(error)}", flush=True)
+            whole = False
+            continue
+        new = [{"step": name, **row, **facts} for row in new]
+        rows += new
+        if arguments.out is not None:
+            record.append(arguments.out, new, {})
+        print(f"{time.perf_counter() - start - seconds:.1f} s", flush=True)
+    return whole

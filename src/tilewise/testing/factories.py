@@ -25,6 +25,7 @@ Options = dict[str, Any]
 class Spec:
     """What to make. ``lengths_q`` and ``lengths_k`` switch to the packed form; ``spare`` tokens follow its last offset.
 
+    ``device`` is torch's default device if not given; the same seed gives the same numbers on every device.
     ``requires_grad`` names tensors among q, k, v, bias, alibi_slopes, sink; "all" is every float tensor there is.
     """
 
@@ -36,7 +37,7 @@ class Spec:
     headdim: int = 16
     headdim_v: int = 16
     dtype: torch.dtype = torch.float32
-    device: str = "cpu"
+    device: str = field(default_factory=lambda: torch.get_default_device().type)
     features: tuple[str, ...] = ()
     layout: str = "contiguous"
     requires_grad: tuple[str, ...] | str = ()
@@ -94,18 +95,20 @@ class Sample:
         options = dict(self.options)
         seed = options.pop("dropout_seed", None)
         if options.get("dropout_p"):
-            options["dropout_keep"] = self._dropout_keep(torch.as_tensor(seed, dtype=torch.int64))
+            options["dropout_keep"] = self._dropout_keep(
+                torch.as_tensor(seed, dtype=torch.int64, device=self.spec.device)
+            )
         return options
 
     def _dropout_keep(self, seed: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        spec, heads = self.spec, torch.arange(self.spec.nheads)
-        dropout_p = self.options["dropout_p"]
+        spec, dropout_p, device = self.spec, self.options["dropout_p"], self.spec.device
+        heads = torch.arange(spec.nheads, device=device)
         if spec.lengths_q is None:
-            batch = torch.arange(spec.batch)
+            batch = torch.arange(spec.batch, device=device)
             return rng.dropout_keep(seed, dropout_p, batch, heads, (0, spec.seqlen_q), (0, spec.seqlen_k))
         lengths = zip(spec.lengths_q, spec.lengths_k or spec.lengths_q, strict=True)
         return [
-            rng.dropout_keep(seed, dropout_p, torch.tensor([index]), heads, (0, length_q), (0, length_k))
+            rng.dropout_keep(seed, dropout_p, torch.tensor([index], device=device), heads, (0, length_q), (0, length_k))
             for index, (length_q, length_k) in enumerate(lengths)
         ]
 
@@ -115,17 +118,18 @@ class _Maker:
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec = spec
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float64) * scale
+        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu") * scale
         return numbers.to(dtype or self.spec.dtype).to(self.spec.device)
 
     def chance(self, *shape: int, kept: float) -> torch.Tensor:
-        return (torch.rand(*shape, generator=self.generator) < kept).to(self.spec.device)
+        return (torch.rand(*shape, generator=self.generator, device="cpu") < kept).to(self.spec.device)
 
     def segments(self, seqlen: int) -> torch.Tensor:
-        return torch.randint(0, 3, (self.spec.batch, seqlen), generator=self.generator).sort(-1).values
+        drawn = torch.randint(0, 3, (self.spec.batch, seqlen), generator=self.generator, device="cpu")
+        return drawn.sort(-1).values.to(self.spec.device)
 
     def mask_with_empty_rows(self) -> torch.Tensor:
         spec = self.spec
@@ -136,8 +140,8 @@ class _Maker:
 
     def padding(self) -> torch.Tensor:
         spec = self.spec
-        lengths = torch.linspace(spec.seqlen_k, 1, spec.batch).long()
-        return (torch.arange(spec.seqlen_k) < lengths[:, None])[:, None, None, :].to(spec.device)
+        lengths = torch.linspace(spec.seqlen_k, 1, spec.batch, device="cpu").long().to(spec.device)
+        return (torch.arange(spec.seqlen_k, device=spec.device) < lengths[:, None])[:, None, None, :]
 
 
 FEATURES: dict[str, Callable[[_Maker], Options]] = {
@@ -209,9 +213,9 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(LAYOUTS)}")
 
 
-def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """cu_seqlens of the given lengths."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32, device: str | None = None) -> torch.Tensor:
+    """cu_seqlens of the given lengths, on torch's default device if none is given."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
 
 
 def make(spec: Spec, seed: int = 0) -> Sample:
@@ -235,7 +239,10 @@ def make(spec: Spec, seed: int = 0) -> Sample:
         lengths_k = spec.lengths_k or spec.lengths_q
         lead_q, lead_k = (sum(spec.lengths_q) + spec.spare,), (sum(lengths_k) + spec.spare,)
         lse_shape = (spec.nheads, lead_q[0])
-        options |= {"cu_seqlens_q": offsets(spec.lengths_q), "cu_seqlens_k": offsets(lengths_k)}
+        options |= {
+            "cu_seqlens_q": offsets(spec.lengths_q, device=spec.device),
+            "cu_seqlens_k": offsets(lengths_k, device=spec.device),
+        }
     q = lay_out(maker.normal(*lead_q, spec.nheads, spec.headdim, scale=spec.spread), spec.layout)
     k = lay_out(maker.normal(*lead_k, spec.nheads_k, spec.headdim, scale=spec.spread), spec.layout)
     v = lay_out(maker.normal(*lead_k, spec.nheads_k, spec.headdim_v, scale=spec.spread), spec.layout)
@@ -274,6 +281,7 @@ def sample_of(
         headdim=q.shape[-1],
         headdim_v=v.shape[-1],
         dtype=q.dtype,
+        device=q.device.type,
         requires_grad=requires_grad,
         lengths_q=lengths[0],
         lengths_k=lengths[1],

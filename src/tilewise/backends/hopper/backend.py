@@ -80,8 +80,7 @@ class Hopper:
     """Warp-specialised TMA and wgmma kernels for sm_90a."""
 
     name = "hopper"
-    # by name only, until its whole suite has run on an H200 since the kernels last changed
-    auto_devices: frozenset[str] = frozenset()
+    auto_devices = frozenset({"cuda"})
 
     def __init__(self) -> None:
         self._plans: dict[object, Any] = {}
