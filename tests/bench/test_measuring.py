@@ -10,6 +10,17 @@ from tilewise.cli import main
 from tilewise.cli.bench import chosen
 
 
+@pytest.fixture(autouse=True)
+def _no_longer_than_the_rounds(monkeypatch):
+    monkeypatch.setattr(cpu, "_SECONDS", 0.0)
+
+
+def test_short_calls_are_compared_for_as_long_as_asked():
+    samples = timing.interleaved({"a": lambda: None, "b": lambda: None}, rounds=1, least_seconds=0.0, seconds=0.05)
+    assert sum(len(sample.seconds) for sample in samples.values()) > 20
+    assert len(samples["a"].seconds) == len(samples["b"].seconds)
+
+
 def test_contenders_take_turns_in_alternating_order():
     calls = []
     works = {name: (lambda name=name: calls.append(name)) for name in "ab"}

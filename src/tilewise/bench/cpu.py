@@ -16,6 +16,8 @@ Row = dict[str, Any]
 Call = Callable[[], torch.Tensor]
 _PEER = "torch-sdpa"
 BOTH = "forward+backward"
+# short calls are compared for this long, since single rounds of theirs differ by a tenth
+_SECONDS = 3.0
 
 
 def _calls(case: Case, tensors: tuple[torch.Tensor, ...], backends: tuple[str, ...]) -> dict[str, Call]:
@@ -49,15 +51,13 @@ def compare(case: Case, backends: tuple[str, ...], rounds: int) -> list[Row]:
         if name != _PEER:
             gate.check(case, name, call, tensors, dout)
 
-    def without_grad(call: Call) -> Call:
-        return lambda: torch.no_grad()(call)()
-
     def with_backward(call: Call) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(), tensors, dout)
 
     rows = []
-    for what, wrap in (("forward", without_grad), (BOTH, with_backward)):
-        samples = timing.interleaved({name: wrap(call) for name, call in calls.items()}, rounds)
+    for what, works in (("forward", calls), (BOTH, {name: with_backward(call) for name, call in calls.items()})):
+        with torch.set_grad_enabled(what == BOTH):
+            samples = timing.interleaved(works, rounds, seconds=_SECONDS)
         for name, sample in samples.items():
             low, high = sample.spread
             rows.append(
@@ -70,7 +70,7 @@ def compare(case: Case, backends: tuple[str, ...], rounds: int) -> list[Row]:
                     "ms_low": 1e3 * low,
                     "ms_high": 1e3 * high,
                     "ratio_to_torch": timing.speed_ratio(sample, samples[_PEER]),
-                    "rounds": rounds,
+                    "rounds": len(sample.seconds),
                 }
             )
     return rows
@@ -81,7 +81,7 @@ def host_cost(rounds: int = 15) -> Row:
     tensors = cases.HOST_CASE.tensors()
     calls = _calls(cases.HOST_CASE, tensors, ("auto",))
     with torch.no_grad():
-        samples = timing.interleaved(calls, rounds)
+        samples = timing.interleaved(calls, rounds, seconds=_SECONDS)
     ours, peer = samples["tilewise-auto"].median, samples[_PEER].median
     return {
         "figure": "host",
@@ -90,7 +90,7 @@ def host_cost(rounds: int = 15) -> Row:
         "contender": "tilewise-auto",
         "us": 1e6 * ours,
         "us_over_torch": 1e6 * (ours - peer),
-        "rounds": rounds,
+        "rounds": len(samples[_PEER].seconds),
     }
 
 

@@ -33,9 +33,13 @@ class Samples(NamedTuple):
 
 
 def interleaved(
-    contenders: Mapping[str, Work], rounds: int, least_seconds: float = 0.02, on_round: Callable[[], None] | None = None
+    contenders: Mapping[str, Work],
+    rounds: int,
+    least_seconds: float = 0.02,
+    seconds: float = 0.0,
+    on_round: Callable[[], None] | None = None,
 ) -> dict[str, Samples]:
-    """Call the contenders in turns, ``rounds`` times.
+    """Call the contenders in turns, ``rounds`` times, and more until ``seconds`` have passed.
 
     Each turn repeats its contender until it has taken about ``least_seconds``, and counts one call's share. The order
     of the turns is reversed every other round, so that none always follows the same one.
@@ -48,7 +52,8 @@ def interleaved(
         repeats[name] = max(1, round(least_seconds / max(time.perf_counter() - start, 1e-7)))
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
-    for _ in range(rounds):
+    end = time.perf_counter() + seconds
+    while order and (len(taken[order[0]]) < rounds or time.perf_counter() < end):
         for name in order:
             work, count = contenders[name], repeats[name]
             start = time.perf_counter()
