@@ -96,6 +96,8 @@ def _gpu(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("bench gpu: no CUDA device is there")
         return 2
+    if arguments.warm:
+        warm.use_caches()
     names = peers.importable() if arguments.peers is None else tuple(arguments.peers)
     for option, given, known in (("--peers", names, peers.PEERS), ("--backends", arguments.backends, registry.names())):
         if unknown := set(given) - set(known):
