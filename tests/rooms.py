@@ -82,6 +82,11 @@ def here() -> str:
     return torch.get_default_device().type
 
 
+def sized(on_cpu: int, on_gpu: int) -> int:
+    """A size that CASES.md lists, or a smaller one where two cores would take too long."""
+    return on_gpu if here() == "cuda" else on_cpu
+
+
 def usual_dtype(backend: str) -> torch.dtype:
     """fp32 where the room runs it."""
     return torch.float32 if torch.float32 in ROOMS[backend].dtypes else ROOMS[backend].dtypes[0]

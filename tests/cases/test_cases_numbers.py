@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.rooms import sized
 from tilewise.testing import assert_exact, attention_oracle, sample_of
 
 ALL = pytest.mark.rooms("reference", "cpu", "sdpa", "auto")
@@ -132,12 +133,13 @@ def test_case_91_neighbour_outlier_channels_and_a_large_spread(backend: str, cau
 @ALL
 @pytest.mark.parametrize("seed_of_gradient", [False, True])
 def test_case_101_deterministic_means_bitwise(backend: str, seed_of_gradient: bool) -> None:
-    q = torch.randn(2, 300, 8, 128, dtype=BF16)
-    k, v = (torch.randn(2, 300, 2, 128, dtype=BF16) for _ in range(2))
-    bias = torch.randn(1, 8, 300, 300)
+    length = sized(300, 2048)
+    q = torch.randn(2, length, 8, 128, dtype=BF16)
+    k, v = (torch.randn(2, length, 2, 128, dtype=BF16) for _ in range(2))
+    bias = torch.randn(1, 8, length, length)
     sample = sample_of(q, k, v, bias=bias, causal=True, requires_grad="all" if backend != "sdpa" else ("q", "k", "v"))
     runs = []
-    for _ in range(3):
+    for _ in range(sized(3, 30)):
         out = tilewise.attention(
             sample.q, sample.k, sample.v, bias=sample.options["bias"], causal=True, deterministic=True, backend=backend
         )
@@ -151,7 +153,7 @@ def test_case_101_deterministic_means_bitwise(backend: str, seed_of_gradient: bo
 def test_case_101_many_small_calls_never_give_nan(backend: str) -> None:
     x = torch.randn(20, 4, 4, 32, dtype=BF16, requires_grad=True)
     first = None
-    for _ in range(60):
+    for _ in range(sized(60, 500)):
         out = tilewise.attention(x, x, x, causal=True, deterministic=True, backend=backend)
         (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
         first = grad if first is None else first
@@ -199,7 +201,7 @@ def test_case_149_masks_come_after_the_scale(backend: str, scale: float, feature
 @pytest.mark.rooms("cpu", "auto")
 def test_case_155_a_random_dense_mask_errs_no_more_at_length(backend: str) -> None:
     errors = []
-    for length in (512, 6128):
+    for length in (512, sized(6128, 17776)):
         q, k, v = (torch.randn(1, length, 2, 64, dtype=torch.float16) for _ in range(3))
         mask = torch.randint(0, 2, (1, 1, length, length)).bool()
         out = tilewise.attention(q, k, v, mask=mask, backend=backend)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.rooms import here
+from tests.rooms import here, sized
 from tilewise.testing import assert_exact, assert_within_budget, attention_oracle, offsets, sample_of
 
 ALL = pytest.mark.rooms("reference", "cpu", "sdpa", "auto")
@@ -28,9 +28,14 @@ def free_memory_gib() -> float:
 
 @pytest.mark.rooms("cpu", "auto")
 def test_case_41_a_window_needs_no_memory_of_its_own(backend: str) -> None:
-    length, window = 8192, 63
-    q, k, v = (torch.randn(1, length, 2, 64) for _ in range(3))
+    length, window = sized(8192, 32768), 63
+    q, k, v = (torch.randn(1, length, sized(2, 6), 64) for _ in range(3))
+    if here() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     out = tilewise.attention(q, k, v, window_size=(window, 0), backend=backend)
+    if here() == "cuda":
+        assert torch.cuda.max_memory_allocated() - before < length * length // 8
     rows = torch.tensor([0, 1, 63, 64, 4097, length - 1])
     for row in rows.tolist():
         first = max(0, row - window)

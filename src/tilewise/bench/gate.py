@@ -79,7 +79,7 @@ class Samples:
         bias: torch.Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        self.case, self.generator, self.device = case, torch.Generator().manual_seed(seed), dout.device
+        self.case, self.generator, self.device = case, torch.Generator("cpu").manual_seed(seed), dout.device
         self.where = self._sequence()
         self.head_k = self._draw(case.nheads_k or case.nheads)
         self.head_q = self.head_k * (case.nheads // (case.nheads_k or case.nheads))
@@ -101,10 +101,10 @@ class Samples:
             self.found[dtype] = self._plain(heads)
 
     def _draw(self, end: int) -> int:
-        return int(torch.randint(end, (), generator=self.generator))
+        return int(torch.randint(end, (), generator=self.generator, device="cpu"))
 
     def _choose(self, length: int) -> torch.Tensor:
-        return torch.randperm(length, generator=self.generator)[:_SAMPLES].to(self.device)
+        return torch.randperm(length, generator=self.generator, device="cpu")[:_SAMPLES].to(self.device)
 
     def _sequence(self) -> int | slice:
         """The batch item, or the tokens of the packed sequence, that is looked at."""

@@ -16,8 +16,8 @@ from tilewise.bench import gpu_cases
 from tilewise.bench.cases import Case
 from tilewise.bench.gpu import Settings
 
-# FlashAttention-4 keeps what it has compiled only when asked to
-CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# FlashAttention-4 keeps what it has compiled on disk only if this is set when it is imported
+CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 COMPILED_AHEAD = ("fa2-sdpa", "cudnn-sdpa", "fa3")  # their kernels come compiled
 Task = tuple[int, str]
 
@@ -43,17 +43,22 @@ def tasks(settings: Settings, steps: Collection[str]) -> list[Task]:
     return sorted(found.values(), key=lambda task: slowest_first.index(task[1]) if task[1] in slowest_first else 2)
 
 
+def use_caches() -> None:
+    """Read, in this process, what others compile; before a peer is imported."""
+    os.environ.update(CACHES)
+
+
 def compile_ahead(settings: Settings, steps: Collection[str], processes: int, limit: float) -> str:
     """Run the tasks of some steps in so many processes for at most ``limit`` seconds; says how it went."""
     start, all_tasks = time.perf_counter(), tasks(settings, steps)
-    os.environ.update({name: value for name, value in CACHES.items() if name.startswith("FLASH")})
+    environment = os.environ | CACHES | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = []
     for index in range(processes):
         mine = [f"{case}:{name}" for case, name in all_tasks[index::processes]]
         if mine:
             command = [sys.executable, "-m", "tilewise.bench.warm", *mine]
             running.append(
-                subprocess.Popen(command, env=os.environ | CACHES, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
     cut = 0
     for process in running:

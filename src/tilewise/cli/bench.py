@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write JSON lines there, e.g. benchmarks/results/cpu.jsonl")
     parser.add_argument("--commit", help="the commit to record, where the source is no checkout")
     parser.add_argument("--rounds", type=int, default=9, help="cpu: turns of each contender (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.5, help="gpu: for each case and pass (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="gpu: for each case and pass (%(default)s)")
     parser.add_argument("--limit", type=float, help="gpu: start no new step after so many seconds")
     parser.add_argument("--backends", nargs="+", default=["hopper", "triton"], help="gpu: tilewise's (%(default)s)")
     parser.add_argument("--peers", nargs="*", help="gpu: the peers, all that can be imported if not given")
@@ -96,6 +96,8 @@ def _gpu(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("bench gpu: no CUDA device is there")
         return 2
+    if arguments.warm:
+        warm.use_caches()
     names = peers.importable() if arguments.peers is None else tuple(arguments.peers)
     for option, given, known in (("--peers", names, peers.PEERS), ("--backends", arguments.backends, registry.names())):
         if unknown := set(given) - set(known):
