@@ -99,6 +99,7 @@ class Mode(NamedTuple):
     mask_align: int
     precision: str  # of products of fp32 inputs
     lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
+    band: bool  # otherwise a causal or window band cuts tiles: the loop over inner tiles masks them behind a branch
 
 
 class Tile(NamedTuple):
@@ -134,3 +135,4 @@ class Grads(NamedTuple):
     v: bool
     bias: str
     alibi: bool
+    statistics: bool = False  # the kernel computes delta and the form of lse that all read, and stores them

@@ -12,7 +12,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EXACT_LIMIT = tl.constexpr(1024.0)  # |score| in log2 units whose rounding moves p by less than 2 ** -14
+HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
+ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of the product with the scale and of lse
+EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
 
 
 @triton.jit
@@ -162,6 +164,19 @@ def query_blocks(n_begin, n_end, lower, upper, seqlen_q, BLOCK_M: tl.constexpr, 
 
 
 @triton.jit
+def inner_blocks(first, last, begin, end, length, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """Of the blocks [first, last) those without a row outside of [begin, end): their loads need no mask.
+
+    PADDED: rows from ``length`` on read as zeros, so that they do no harm either (TMA past the end of a tensor).
+    """
+    inner_first = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK), first), last)
+    inner_last = end // BLOCK
+    if PADDED:
+        inner_last = tl.where(end >= length, last, inner_last)
+    return inner_first, tl.minimum(tl.maximum(inner_last, inner_first), last)
+
+
+@triton.jit
 def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
     """The pairs inside the sequence and its band."""
     keep = (j < seqlen_k) & (i < seqlen_q)
@@ -258,34 +273,24 @@ def exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, acc, PRECISE: tl.constexpr):
-    """One step of the online softmax on scores in natural units: p = exp(s - row_max), the state rescaled.
-
-    The maximum is subtracted first, so that the exponent of the largest score is exactly 0, however large it is.
-    """
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
-    p = exp(s - origin[:, None], PRECISE)
-    rescale = exp(row_max - origin, PRECISE)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    return p, new_max, row_sum, acc * rescale[:, None]
+def raised(row_max, tile_max):
+    """The running maximum after a tile, and it with 0 where there is no key yet, which must not make inf - inf."""
+    new_max = tl.maximum(row_max, tile_max)
+    return new_max, tl.where(new_max == float("-inf"), 0.0, new_max)
 
 
 @triton.jit
-def fused_softmax_step(s, row_max, row_sum, acc, unit):
-    """The same on raw products, ``unit`` = softmax_scale * log2(e) > 0, with row_max in log2 units: an operation less.
+def exp_from(s, origin, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+    """exp(s - origin) of scores in natural units: the largest score's exponent is exactly 0, however large it is.
 
-    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded,
-    so the largest p is 2 to the
-    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores,
-    where the caller starts again.
+    FUSED: s are raw products, ``unit`` = softmax_scale * log2(e) > 0 and origin is in log2 units: one fused
+    multiply-add and one exp2. The origin is rounded, so that the largest result is 2 to the power of that rounding
+    error: nothing up to EXACT_LIMIT, and unusable for huge scores, where the caller starts again.
     """
-    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * unit - origin[:, None])
-    rescale = tl.exp2(row_max - origin)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    return p, new_max, row_sum, acc * rescale[:, None]
+    if FUSED:
+        return tl.exp2(s * unit - origin)
+    else:
+        return exp(s - origin, PRECISE)
 
 
 @triton.jit
