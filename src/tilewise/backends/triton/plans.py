@@ -112,9 +112,9 @@ class ForwardPlan:
         self.index = q.device.index
         self.shape = shape = (*q.shape[:-1], problem.headdim_v)
         self.rows = (problem.nheads, shape[0]) if problem.varlen else (shape[0], problem.nheads, shape[1])
-        strides = [host.stride_of(tensor, marks.align) for tensor in tensors]
+        q_stride, k_stride, v_stride = (host.stride_of(tensor, marks.align) for tensor in tensors)
         tail = (
-            Strides(*strides, host.contiguous_stride(shape, marks.align)),
+            Strides(q_stride, k_stride, v_stride, host.contiguous_stride(shape, marks.align)),
             host.extra_strides_of(inputs, marks, self.lists.stride if self.lists else host.NO_PAIRS),
             host.sizes_of(problem, inputs),
             host.scalars_of(problem),

@@ -123,7 +123,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
         out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
         out = P.load_tile(out_ptr, strides.out, m_begin, tl.arange(0, TILE.block_dv), 0, seqlen_q, TILE.headdim_v,
                           TILE.block_m, TILE.block_dv, True, MODE.align)
-        dot = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        dot = tl.sum(tl.cast(out, tl.float32) * tl.cast(dout, tl.float32), 1)
         lse, delta = row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, extra_strides,
                                     sizes, batch, head, q_start, m_block, num_m_blocks, rows, seqlen_q, MODE)
     else:
