@@ -11,9 +11,10 @@ from tilewise.backends.triton import tiles
 from tilewise.backends.triton.arguments import Grads, Tile
 from tilewise.backends.triton.backward_parts import delta_kernel
 from tilewise.backends.triton.bias_gradient import bias_gradient_kernel
+from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.backends.triton.key_gradients import key_gradients_kernel
 from tilewise.backends.triton.launch import Config, Launch
-from tilewise.backends.triton.plans import ListPlan, Strides, blocks, clear_rows, types_of
+from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, types_of
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import Gradients
@@ -51,6 +52,7 @@ class BackwardPlan:
         self.kind = bias_kind(problem)
         needs = problem.needs_grad
         marks = host.marks_of(problem, inputs, tensors)
+        self.has_extras = host.has_extras(problem)
         self.mode, self.marks = host.mode_of(problem, marks), marks
         q, k, v, out, dout = tensors
         grads = [host.contiguous_stride(tensor.shape, marks.align) for tensor in (q, k, v)]
@@ -193,9 +195,10 @@ class BackwardPlan:
         for name in ("q", "k", "v"):
             if name in problem.needs_grad:
                 like = getattr(inputs, name)
-                grads[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        extras = host.extras_of(inputs)
-        row_lse, delta = torch.empty((2, self.rows), dtype=torch.float32, device=self.device)
+                grads[name] = torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
+        extras = host.extras_of(inputs) if self.has_extras else NO_EXTRAS
+        statistics = inputs.q.new_empty(2 * self.rows, dtype=torch.float32)
+        row_lse, delta = self._halves(statistics)
         dsink = None
         if "sink" in problem.needs_grad:
             dsink = self._parts(self.query_blocks if self.fuses_delta else self.row_blocks)
@@ -203,8 +206,8 @@ class BackwardPlan:
             self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
         shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
         if self.wants_queries:
-            statistics = (out, lse, dlse, dsink) if self.fuses_delta else (None,) * 4
-            self._run_queries(inputs, (*shared, *statistics), extras, grads)
+            more = (out, lse, dlse, dsink) if self.fuses_delta else (None,) * 4
+            self._run_queries(inputs, (*shared, *more), extras, grads)
         if dsink is not None:
             grads["sink"] = dsink.sum(-1)
         if self.wants_keys:
@@ -217,6 +220,13 @@ class BackwardPlan:
         for name, launch in self.tails.items():
             launch((grads[name], extras.cu_seqlens_q if name == "q" else extras.cu_seqlens_k))
         return grads
+
+    def _halves(self, statistics: torch.Tensor) -> tuple[Any, Any]:
+        """lse and delta, one after the other: on a device as addresses, which cost less than views."""
+        if INTERPRETED:
+            return statistics[: self.rows], statistics[self.rows :]
+        address = statistics.data_ptr()
+        return address, address + self.rows * statistics.element_size()
 
     def _run_keys(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
         dbias = self._side_sums(self.problem.seqlen_k) if self.kind == "col" else None

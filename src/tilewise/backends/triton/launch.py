@@ -135,9 +135,8 @@ class Descriptor:
         self.box, self.encode = box, encode
         self.known: dict[int, list[Any]] = {}
 
-    def at(self, tensor: torch.Tensor) -> list[Any]:
-        """The launcher's arguments for the descriptor of ``tensor``."""
-        address = tensor.data_ptr()
+    def at(self, address: int) -> list[Any]:
+        """The launcher's arguments for the descriptor of a tensor at ``address``."""
         arguments = self.known.get(address)
         if arguments is None:
             if len(self.known) >= KNOWN_LIMIT:
@@ -209,6 +208,7 @@ class Launch:
     def __call__(self, pointers: tuple[Any, ...]) -> None:
         """Pointers in the kernel's order: tensors, also where a descriptor is wanted, None, named tuples of tensors.
 
+        On a device an address may stand for a tensor.
         What the kernel was compiled without may be given and is not used.
         """
         if not self.grid:
@@ -219,7 +219,7 @@ class Launch:
             return
         arguments: list[Any] = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers]
         for index, descriptor in self.descriptors:  # from the last on: each takes several places
-            arguments[index : index + 1] = descriptor.at(pointers[index])
+            arguments[index : index + 1] = descriptor.known.get(arguments[index]) or descriptor.at(arguments[index])
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         self.run(self.grid, 1, 1, stream, *self.fixed, *arguments, *self.tail)
 
