@@ -99,7 +99,7 @@ class Mode(NamedTuple):
     mask_align: int
     precision: str  # of products of fp32 inputs
     lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
-    band: bool  # otherwise a causal or window band cuts tiles: the loop over inner tiles masks them behind a branch
+    band: bool  # otherwise a causal or window band cuts tiles
 
 
 class Tile(NamedTuple):
@@ -114,7 +114,16 @@ class Tile(NamedTuple):
     num_d: int
     num_dv: int
     stages: int
-    boxes: bool  # full tiles come through TMA descriptors (primitives.load_box)
+    boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
+    branch: bool = False  # cut tiles are in the loop over full ones, behind a branch, instead of in one of their own
+
+
+class Config(NamedTuple):
+    """How a kernel is compiled, beside its compile-time arguments; the pipeline's depth is in its Tile."""
+
+    warps: int
+    aligned: bool = False  # every pointer is a multiple of 16 bytes
+    registers: int | None = None  # for each thread at most
 
 
 class Box(NamedTuple):

@@ -8,12 +8,12 @@ import torch
 
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Grads, Tile
+from tilewise.backends.triton.arguments import Config, Grads, Tile
 from tilewise.backends.triton.backward_parts import delta_kernel
 from tilewise.backends.triton.bias_gradient import bias_gradient_kernel
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.backends.triton.key_gradients import key_gradients_kernel
-from tilewise.backends.triton.launch import Config, Launch
+from tilewise.backends.triton.launch import Launch
 from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, types_of
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
@@ -92,9 +92,6 @@ class BackwardPlan:
         shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
         return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
 
-    def _config(self, warps: int) -> Config:
-        return Config(warps, self.marks.align > 1)
-
     def _plan_delta(self, inputs: Inputs) -> None:
         problem = self.problem
         tile = self._shape("bias").tile._replace(block_m=DELTA_ROWS)
@@ -105,7 +102,7 @@ class BackwardPlan:
         strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
         grid = self.row_blocks * problem.nheads * problem.batch
         tail = (strides, extra_strides, sizes, mode, tile)
-        self.delta = Launch(delta_kernel, grid, pointers, tail, self._config(4), self.device)
+        self.delta = Launch(delta_kernel, grid, pointers, tail, Config(4, self.marks.align > 1), self.device)
 
     def _statistics_types(self) -> tuple[Any, Any, Any]:
         """Of lse, dlse and dsink for the kernel that computes the row statistics."""
@@ -131,7 +128,7 @@ class BackwardPlan:
 
     def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
         problem, dtype = self.problem, self.problem.dtype
-        tile, warps = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
+        tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         boxes: tuple[Any, ...] = (None,) * 4
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)
@@ -142,12 +139,12 @@ class BackwardPlan:
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
         grid = blocks(problem.seqlen_k, tile.block_n) * max(tile.num_d, tile.num_dv) * problem.nheads_k * problem.batch
         tail = (*self._tail(inputs, tile, lists), grads)
-        launch = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+        launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
         return KeyLaunch(launch, grads, lists)
 
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
-        tile, warps = self._shape("queries")
+        tile, config = self._shape("queries")
         boxes: tuple[Any, Any] = (None, None)
         if tile.boxes:
             k, v = inputs.k, inputs.v
@@ -169,17 +166,17 @@ class BackwardPlan:
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
         grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
         tail = (*self._tail(inputs, tile, self.query_lists), grads)
-        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, config, self.device)
 
     def _plan_bias(self, inputs: Inputs) -> None:
         problem = self.problem
         batch, heads, _, _ = host.four(problem.bias_shape or ())
-        tile, warps = self._shape("bias")
+        tile, config = self._shape("bias")
         grid = blocks(problem.seqlen_q, tile.block_m) * blocks(problem.seqlen_k, tile.block_n) * heads * batch
         strides, extra_strides, sizes, scalars, mode, tile = self._tail(inputs, tile, None)
         tail = (strides, extra_strides, sizes, scalars, batch, heads, mode, tile)
         pointers = self._pointers(inputs, False, problem.bias_dtype)
-        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, self._config(warps), self.device)
+        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, config, self.device)
 
     def _plan_tails(self, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         self.tails: dict[str, Launch] = {}

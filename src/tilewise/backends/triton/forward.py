@@ -2,8 +2,8 @@
 
     s = scale q k^T (softcap, bias, ALiBi)    p = exp(s - max)    out = sum p v / sum p    lse = max + ln sum p
 
-The loop over key tiles runs twice over disjoint tiles: first over those whose keys may all be loaded, where mask
-arithmetic stands behind a branch that only tiles on the band's diagonals take, then over the rest.
+The loop over key tiles runs three times over disjoint tiles: full ones without mask arithmetic, those that a band cuts,
+and those of which some keys may not even be loaded.
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
 """
 
@@ -17,12 +17,13 @@ from tilewise.backends.triton import primitives as P  # noqa: N812
 
 @triton.jit
 def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, cut, seqlen_q, seqlen_k,
-                 EDGE: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k,
+                 KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows.
 
-    EDGE: some keys may not be loaded, or the block lists say that pairs are excluded. ``cut``: the band excludes pairs.
+    KIND is "full", "cut" (pairs are excluded) or "edge" (pairs are excluded, and some keys may not be touched).
     """
+    EDGE: tl.constexpr = KIND == "edge"
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
@@ -58,30 +59,18 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
 
     if SCALE_FIRST:
         s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, extra_strides, scalars, batch, head,
-                               seqlen_q, seqlen_k, EDGE or MODE.band, MODE)
-    i, j = rows[:, None], cols[None, :]
-    if EDGE:
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+                               seqlen_q, seqlen_k, KIND != "full", MODE)
+    if KIND != "full":
+        keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
-            keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
+            keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, extra_strides, batch, head, seqlen_q,
+                                 seqlen_k, MODE)
             seen = tl.max(keep.to(tl.int32), 0) > 0
             v = tl.where(seen[:, None], v, 0.0)  # 0 * NaN: a value that no row sees may hold anything
         s = tl.where(keep, s, float("-inf"))
 
-    unit = 1.0 if SCALE_FIRST else scalars.softmax_scale * P.LOG2E
-    tile_max = tl.max(s, 1)
-    if MODE.band and not EDGE:
-        if cut:  # p is masked below rather than s here: a product that branches change cannot stay where wgmma left it
-            tile_max = tl.max(tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), s, float("-inf")), 1)
-    row_max_before = row_max
-    row_max, origin = P.raised(row_max, tile_max * unit)
-    p = P.exp_from(s, origin[:, None], unit, MODE.precise, not SCALE_FIRST)
-    rescale = P.exp_from(row_max_before, origin, 1.0, MODE.precise, not SCALE_FIRST)
-    if MODE.band and not EDGE:
-        if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    acc = acc * rescale[:, None]
+    p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, scalars.softmax_scale * P.LOG2E, MODE.precise,
+                                              not SCALE_FIRST)
     if MODE.dropout:
         seed = tl.load(extras.seed)
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped,
@@ -108,40 +97,47 @@ def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_stride
     first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
     PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, inner_last = P.inner_blocks(first, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
-    num_left = inner_first - first
-    num_inner = inner_last - inner_first
-    num_edge = num_left + last - inner_last
+    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
+    num_full = full_last - full_first
+    num_edge = inner_first - first + last - inner_last
     if MODE.lists:
-        list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
-                                                     m_begin < seqlen_q)
+        list_ptr, num_full, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                    m_begin < seqlen_q)
     AGAIN: tl.constexpr = SCALE_FIRST and not MODE.scale_first
     if AGAIN:
-        num_edge += num_inner
-        num_inner = 0
+        num_edge = num_edge + num_full if MODE.lists else last - first
+        num_full = 0
         inner_last = inner_first
     else:
-        for step in tl.range(0, num_inner, num_stages=TILE.stages):
+        for step in tl.range(0, num_full, num_stages=TILE.stages):
             if MODE.lists:
                 n_block = tl.load(list_ptr + step)
             else:
-                n_block = inner_first + step
-            cut = (n_block < full_first) | (n_block >= full_last)
+                n_block = full_first + step
             acc, row_max, row_sum = forward_tile(
                 acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, cut, seqlen_q, seqlen_k,
-                False, SCALE_FIRST, MODE, TILE)
+                scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k,
+                "full", SCALE_FIRST, MODE, TILE)
+        if MODE.band:
+            num_cut = full_first - inner_first + inner_last - full_last
+            for step in tl.range(0, num_cut, num_stages=min(TILE.stages, 2)):
+                n_block = P.around(step, inner_first, full_first, full_last)
+                acc, row_max, row_sum = forward_tile(
+                    acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides,
+                    sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q,
+                    seqlen_k, "cut", SCALE_FIRST, MODE, TILE)
     # lists have many edges, otherwise there are two at most
     EDGE_STAGES: tl.constexpr = TILE.stages if (MODE.lists or not TILE.boxes) and not AGAIN else 1
     for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
         if MODE.lists:
-            n_block = tl.load(list_ptr + num_inner + step)
+            n_block = tl.load(list_ptr + num_full + step)
         else:
-            n_block = tl.where(step < num_left, first + step, inner_last + step - num_left)
+            n_block = P.around(step, first, inner_first, inner_last)
         acc, row_max, row_sum = forward_tile(
             acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, True, seqlen_q, seqlen_k,
-            True, SCALE_FIRST, MODE, TILE)
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, "edge",
+            SCALE_FIRST, MODE, TILE)
     if not SCALE_FIRST:
         row_max *= P.LN2
     return acc, row_max, row_sum
@@ -159,8 +155,8 @@ def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, extras, strides, extra_strides, sizes,
-                   scalars, MODE: tl.constexpr, TILE: tl.constexpr):
+def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, out_desc, extras, strides,
+                   extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr):
     """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
 
     Blocks of one head run together, so its keys stay in the L2 cache; under a causal band the longest rows start first.
@@ -210,8 +206,12 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     out, lse = finish(acc, row_max, row_sum, sink, MODE.precise)
     if MODE.dropout:
         out *= scalars.keep_scale
-    out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
-    v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
-    P.store_tile(out_ptr, strides.out, out, m_begin, v_channels, seqlen_q, TILE.headdim_v, TILE.block_m, MODE.align)
+    if out_desc is not None:
+        P.store_box(out_desc, out, batch, m_begin, head, TILE.block_m, TILE.block_dv)
+    else:
+        out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
+        v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
+        P.store_tile(out_ptr, strides.out, out, m_begin, v_channels, seqlen_q, TILE.headdim_v, TILE.block_m,
+                     MODE.align)
     lse_ptr += P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)

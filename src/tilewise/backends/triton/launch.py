@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction
 
-from tilewise.backends.triton.arguments import Box, PairStride, Stride
+from tilewise.backends.triton.arguments import Box, Config, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
 
 KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
@@ -35,13 +35,6 @@ POINTER_TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-
-
-class Config(NamedTuple):
-    """How a kernel is compiled, beside its compile-time arguments; the pipeline's depth is in its Tile."""
-
-    warps: int
-    aligned: bool = False  # every pointer is a multiple of 16 bytes
 
 
 def _type_of(value: Any, integer: str = "i32") -> Any:
@@ -101,7 +94,10 @@ def fix_keys(module: str) -> None:
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], config: Config, target: GPUTarget) -> CompiledKernel:
     """The kernel for ``target``, from Triton's disk cache when it has been compiled before."""
     fix_keys(kernel.fn.__module__)
-    options = make_backend(target).parse_options({"num_warps": config.warps, "num_stages": 2})
+    wanted: dict[str, Any] = {"num_warps": config.warps, "num_stages": 2}
+    if config.registers is not None:
+        wanted["maxnreg"] = config.registers
+    options = make_backend(target).parse_options(wanted)
     compiled: CompiledKernel = triton.compile(source(kernel, arguments, config.aligned), target, options.__dict__)
     return compiled
 

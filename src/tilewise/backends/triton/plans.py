@@ -8,10 +8,10 @@ import torch
 
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Extras, PairStride, Tile
+from tilewise.backends.triton.arguments import Config, Extras, PairStride, Tile
 from tilewise.backends.triton.blocks import block_lists_kernel, block_states_kernel
 from tilewise.backends.triton.forward import forward_kernel
-from tilewise.backends.triton.launch import Config, Launch
+from tilewise.backends.triton.launch import Launch
 from tilewise.backends.triton.tails import clear_tail_kernel
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import State
@@ -100,12 +100,15 @@ class ForwardPlan:
 
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         marks = host.marks_of(problem, inputs, tensors)
-        tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
+        tile, config = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
         tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors))
-        boxes: tuple[Any, ...] = (None, None, None)
+        boxes: tuple[Any, ...] = (None,) * 4
         if tile.boxes:
             sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
             boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors, sides, strict=True))
+            out = inputs.q.new_empty((*inputs.q.shape[:-1], problem.headdim_v), device="meta")
+            # packed sequences end where the next one begins, which a descriptor does not know
+            boxes += (None if problem.varlen else host.box_of(out, tile.block_m, tile.block_dv),)
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         q = inputs.q
@@ -125,7 +128,7 @@ class ForwardPlan:
         extras = types_of(inputs, mode.lists)
         pointers = (*[problem.dtype] * 4, torch.float32, *boxes, extras)
         self.has_extras = extras != NO_EXTRAS
-        self.main = Launch(forward_kernel, grid, pointers, tail, Config(warps, marks.align > 1), inputs.q.device)
+        self.main = Launch(forward_kernel, grid, pointers, tail, config, inputs.q.device)
         self.tails: tuple[Launch, ...] = ()
         if inputs.cu_seqlens_q is not None:
             rows = clear_rows(shape, problem.dtype, inputs.cu_seqlens_q)
@@ -139,7 +142,7 @@ class ForwardPlan:
         q, k, v = inputs.q, inputs.k, inputs.v
         out = q.new_empty(self.shape)
         lse = q.new_empty(self.rows, dtype=torch.float32)
-        self.main((q, k, v, out, lse, q, k, v, extras))
+        self.main((q, k, v, out, lse, q, k, v, out, extras))
         for launch, tensor in zip(self.tails, (out, lse), strict=False):
             launch((tensor, extras.cu_seqlens_q))
         return out, lse

@@ -79,6 +79,12 @@ def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def store_box(desc, values, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The counterpart for results, of dense tensors: nothing is written past the tensor's end."""
+    desc.store([batch, row, head, 0], values.to(desc.dtype).reshape(1, ROWS, 1, COLS))
+
+
+@triton.jit
 def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
     addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
     inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
@@ -164,16 +170,27 @@ def query_blocks(n_begin, n_end, lower, upper, seqlen_q, BLOCK_M: tl.constexpr, 
 
 
 @triton.jit
-def inner_blocks(first, last, begin, end, length, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Of the blocks [first, last) those without a row outside of [begin, end): their loads need no mask.
+def sorted_blocks(first, full_first, full_last, last, begin, end, length, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """Block ranges in order: edge, from inner_first cut, [full_first, full_last) full, cut, from inner_last edge.
 
+    An edge has a row outside of [begin, end), so that its loads are masked; a cut tile only has excluded pairs.
     PADDED: rows from ``length`` on read as zeros, so that they do no harm either (TMA past the end of a tensor).
     """
     inner_first = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK), first), last)
     inner_last = end // BLOCK
     if PADDED:
         inner_last = tl.where(end >= length, last, inner_last)
-    return inner_first, tl.minimum(tl.maximum(inner_last, inner_first), last)
+    inner_last = tl.minimum(tl.maximum(inner_last, inner_first), last)
+    full_first = tl.minimum(tl.maximum(full_first, inner_first), inner_last)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), inner_last)
+    return inner_first, full_first, full_last, inner_last
+
+
+@triton.jit
+def around(step, first, skip_first, skip_last):
+    """The block number ``step`` of [first, skip_first) and what follows skip_last."""
+    left = skip_first - first
+    return tl.where(step < left, first + step, skip_last + step - left)
 
 
 @triton.jit
@@ -273,24 +290,27 @@ def exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def raised(row_max, tile_max):
-    """The running maximum after a tile, and it with 0 where there is no key yet, which must not make inf - inf."""
-    new_max = tl.maximum(row_max, tile_max)
-    return new_max, tl.where(new_max == float("-inf"), 0.0, new_max)
+def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+    """One step of the online softmax: p = exp(s - row_max), the state rescaled.
 
-
-@triton.jit
-def exp_from(s, origin, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
-    """exp(s - origin) of scores in natural units: the largest score's exponent is exactly 0, however large it is.
-
-    FUSED: s are raw products, ``unit`` = softmax_scale * log2(e) > 0 and origin is in log2 units: one fused
-    multiply-add and one exp2. The origin is rounded, so that the largest result is 2 to the power of that rounding
-    error: nothing up to EXACT_LIMIT, and unusable for huge scores, where the caller starts again.
+    Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
+    products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
+    exp2. row_max is rounded, so that the largest p is 2 to the power of that rounding error: little up to EXACT_LIMIT,
+    and unusable beyond, where the caller starts again.
     """
     if FUSED:
-        return tl.exp2(s * unit - origin)
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
     else:
-        return exp(s - origin, PRECISE)
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
+    if FUSED:
+        p = tl.exp2(s * unit - origin[:, None])
+        rescale = tl.exp2(row_max - origin)
+    else:
+        p = exp(s - origin[:, None], PRECISE)
+        rescale = exp(row_max - origin, PRECISE)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, new_max, row_sum, acc * rescale[:, None]
 
 
 @triton.jit

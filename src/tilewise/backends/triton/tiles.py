@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.backends.triton.arguments import Tile
+from tilewise.backends.triton.arguments import Config, Tile
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
 from tilewise.problem import Problem
@@ -26,13 +26,15 @@ class Row(NamedTuple):
     warps: int
     stages: int
     reason: str
+    branch: bool = False
+    registers: int | None = None  # at most for each thread, so that one more block fits on a multiprocessor
 
 
 class Shape(NamedTuple):
-    """What a kernel runs with: its compile-time tile and its warps."""
+    """What a kernel runs with: its compile-time tile, its warps and registers."""
 
     tile: Tile
-    warps: int
+    config: Config
 
 
 Table = tuple[Row, ...]
@@ -41,14 +43,10 @@ Table = tuple[Row, ...]
 # Four warps and 64 rows leave room for two blocks on a multiprocessor, whose softmax and products then overlap by
 # themselves; eight warps march in step at every barrier. Full tiles come through TMA.
 _FORWARD_90: Table = (
-    Row(64, 64, 128, 4, 3, "472 full; 64x64 with 4 stages 425, 128x64 444, eight warps 367"),
+    Row(64, 64, 64, 4, 3, "429 at 1024 full with four blocks resident; 401 with three, 64x128 372", registers=128),
     Row(128, 64, 64, 4, 3, "506/497/445/324; 128x64 with 8 warps 493/487/384/250, 64x64 with 2 stages 488/391/358/273"),
     Row(256, 64, 32, 4, 3, "570 full; 128x32 with 8 warps 548, 128x64 395"),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
-)
-_FORWARD_90_BANDED: Table = (
-    Row(64, 64, 64, 4, 4, "428/267 causal; 64x128 454/223 wastes half of the diagonal's tile"),
-    *_FORWARD_90[1:],
 )
 _KEYS_90: Table = (
     Row(64, 64, 64, 4, 3, "434/433/382/278; 64x128 with 8 warps 367/378/311/225, 128x64 397/368/330/198"),
@@ -58,7 +56,7 @@ _KEYS_90: Table = (
 )
 _KEYS_K_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 32, 128, 8, 2, "387 full; 64x128 with one stage 326, 32x64 265"),
+    Row(256, 32, 128, 8, 3, "505 full; with two stages 402, 64x128 with one 326, 32x64 280"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
@@ -128,14 +126,14 @@ def family(facts: DeviceFacts) -> str:
     return "sm_80" if facts.arch == "sm_80" else "small"
 
 
-def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int, banded: bool) -> Table:
+def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int) -> Table:
     if itemsize == 4:
         return _FP32
     if align == 1:
         return _UNALIGNED
     kind = family(facts)
     if kind == "sm_90":
-        return _FORWARD_90_BANDED if kernel == "forward" and banded else _TABLES_90[kernel]
+        return _TABLES_90[kernel]
     if kind == "sm_80":
         return {"forward": _FORWARD_80, "bias": _SMALL}.get(kernel, _BACKWARD_80)
     return _SMALL if kernel in ("forward", "bias") else _SMALL_BACKWARD
@@ -154,12 +152,12 @@ def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
 def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
-    table = _table(kernel, problem.dtype.itemsize, facts, align, problem.banded)
+    table = _table(kernel, problem.dtype.itemsize, facts, align)
     return next(row for row in table if dim <= row.dim)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
-    """The tile and warps of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
+    """The tile and resources of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
     row = choose_row(kernel, problem, facts, align)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
@@ -175,5 +173,6 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         num_dv=-(-problem.headdim_v // block_dv),
         stages=row.stages,
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
+        branch=row.branch,
     )
-    return Shape(tile, row.warps)
+    return Shape(tile, Config(row.warps, align > 1, row.registers))
