@@ -91,7 +91,7 @@ def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_stride
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
     acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
     row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
-    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    row_sum = tl.full([TILE.block_m, TILE.sums], 0.0, tl.float32)
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
     first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
@@ -140,7 +140,7 @@ def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_stride
             SCALE_FIRST, MODE, TILE)
     if not SCALE_FIRST:
         row_max *= P.LN2
-    return acc, row_max, row_sum
+    return acc, row_max, tl.sum(row_sum, 1)
 
 
 @triton.jit

@@ -173,6 +173,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         num_dv=-(-problem.headdim_v // block_dv),
         stages=row.stages,
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
+        sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
         branch=row.branch,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
