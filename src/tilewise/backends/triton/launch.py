@@ -23,6 +23,7 @@ from tilewise.backends.triton.arguments import Box, Config, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
 
 KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
+KNOWN_TRITON = ("3.6.",)
 PRIMITIVES = "tilewise.backends.triton.primitives"
 POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -152,10 +153,12 @@ class Address(NamedTuple):
 
 
 def _direct(compiled: CompiledKernel) -> tuple[Any, list[Any]] | None:
-    """CUDA's compiled launcher and its descriptors' metadata, or None where Triton has another shape than expected.
+    """CUDA's compiled launcher and its descriptors' metadata, or None where Triton is not one whose inside is known.
 
     ``compiled.run`` would encode every descriptor at every call.
     """
+    if not triton.__version__.startswith(KNOWN_TRITON):
+        return None
     run = compiled.run
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if scratch or not hasattr(run, "launch_pdl"):
