@@ -116,7 +116,6 @@ class Tile(NamedTuple):
     stages: int
     boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
-    branch: bool = False  # cut tiles are in the loop over full ones, behind a branch, instead of in one of their own
 
 
 class Config(NamedTuple):

@@ -91,12 +91,17 @@ def scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seql
 
 @triton.jit
 def probabilities(s, row_lse, scalars, MODE: tl.constexpr):
-    """p = exp(s - lse) <= 1. Scores are natural if MODE.scale_first; else raw products, and row_lse in log2 units."""
+    """p = exp(s - lse). Scores are natural if MODE.scale_first; else raw products, and row_lse in log2 units."""
     if MODE.scale_first:
-        return P.exp(tl.minimum(s - row_lse, 0.0, propagate_nan=tl.PropagateNan.ALL), MODE.precise)
+        return P.exp(s - row_lse, MODE.precise)
     else:
-        exponent = s * (scalars.softmax_scale * P.LOG2E) - row_lse
-        return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        return tl.exp2(s * (scalars.softmax_scale * P.LOG2E) - row_lse)
+
+
+@triton.jit
+def at_most_one(p):
+    """p of rows whose lse may be huge, see ``row_statistics``: rounding makes it much more than 1, or infinite."""
+    return tl.minimum(p, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton import primitives as P  # noqa: N812
-from tilewise.backends.triton.backward_parts import probabilities, product, scores
+from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end,
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
         s, _ = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
-        p = probabilities(s, lse[:, None], scalars, MODE)
+        p = at_most_one(probabilities(s, lse[:, None], scalars, MODE))
         dp = product(dout_head, strides.dout, m_begin, 0, seqlen_q, v_head, strides.v, n_begin, key_begin, key_end,
                      TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
         if MODE.dropout:

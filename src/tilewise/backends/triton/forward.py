@@ -155,8 +155,8 @@ def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, out_desc, extras, strides,
-                   extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr):
+def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, extras, strides, extra_strides, sizes,
+                   scalars, MODE: tl.constexpr, TILE: tl.constexpr):
     """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
 
     Blocks of one head run together, so its keys stay in the L2 cache; under a causal band the longest rows start first.
@@ -206,12 +206,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     out, lse = finish(acc, row_max, row_sum, sink, MODE.precise)
     if MODE.dropout:
         out *= scalars.keep_scale
-    if out_desc is not None:
-        P.store_box(out_desc, out, batch, m_begin, head, TILE.block_m, TILE.block_dv)
-    else:
-        out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
-        v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
-        P.store_tile(out_ptr, strides.out, out, m_begin, v_channels, seqlen_q, TILE.headdim_v, TILE.block_m,
-                     MODE.align)
+    out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
+    v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
+    P.store_tile(out_ptr, strides.out, out, m_begin, v_channels, seqlen_q, TILE.headdim_v, TILE.block_m, MODE.align)
     lse_ptr += P.row_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)

@@ -9,19 +9,17 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton import primitives as P  # noqa: N812
-from tilewise.backends.triton.backward_parts import probabilities, product, scores
+from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
 
 
 @triton.jit
 def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
-             head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, KIND: tl.constexpr,
+             head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, EDGE: tl.constexpr,
              MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries).
 
-    KIND is "full", "cut" (pairs are excluded), "any" (cut or full, as ``cut`` says) or "edge" (pairs are excluded, and
-    some rows may not be touched).
+    EDGE: some rows may not be touched, or the block lists say that pairs are excluded. ``cut``: the band excludes some.
     """
-    EDGE: tl.constexpr = KIND == "edge"
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
     q_desc, dout_desc, lse_desc, delta_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -50,8 +48,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                     TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
-    p = probabilities(s, lse, scalars, MODE)
-    if KIND == "cut" or KIND == "any":
+    p = at_most_one(probabilities(s, lse, scalars, MODE))
+    if MODE.band and not EDGE:
         if cut:
             p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
             delta = tl.where(i < seqlen_q, delta, 0.0)  # past the last row stand another head's
@@ -140,15 +138,10 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
     first, full_first, full_last, last = P.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
     PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
-    FULL: tl.constexpr = "any" if MODE.band and TILE.branch else "full"
     row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     inner_first, full_first, full_last, inner_last = P.sorted_blocks(
         first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, PADDED)
-    loop_first, loop_last = full_first, full_last
-    if FULL == "any":
-        loop_first, loop_last = inner_first, inner_last
-    num_full = loop_last - loop_first
-    num_cut = loop_first - inner_first + inner_last - loop_last
+    num_inner = inner_last - inner_first
     num_edge = inner_first - first + last - inner_last
     EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
     for sharer in tl.range(0, sizes.group):
@@ -163,34 +156,27 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
         ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
         if MODE.lists:
-            list_ptr, num_full, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
+            list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
                                                         n_begin < seqlen_k)
-        for step in tl.range(0, num_full, num_stages=TILE.stages):
+        for step in tl.range(0, num_inner, num_stages=TILE.stages):
             if MODE.lists:
                 m_block = tl.load(list_ptr + step)
             else:
-                m_block = loop_first + step
+                m_block = inner_first + step
             cut = (m_block < full_first) | (m_block >= full_last)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, FULL, MODE,
-                TILE, GRADS)
-        if MODE.band and not TILE.branch:
-            for step in tl.range(0, num_cut, num_stages=min(TILE.stages, 2)):
-                m_block = P.around(step, inner_first, full_first, full_last)
-                dk, dv, ds_sum = key_tile(
-                    dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                    batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
-                    "cut", MODE, TILE, GRADS)
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, False,
+                MODE, TILE, GRADS)
         for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
             if MODE.lists:
-                m_block = tl.load(list_ptr + num_full + step)
+                m_block = tl.load(list_ptr + num_inner + step)
             else:
                 m_block = P.around(step, first, inner_first, inner_last)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
                 batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
-                "edge", MODE, TILE, GRADS)
+                True, MODE, TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
             tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))

@@ -102,13 +102,10 @@ class ForwardPlan:
         marks = host.marks_of(problem, inputs, tensors)
         tile, config = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
         tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors))
-        boxes: tuple[Any, ...] = (None,) * 4
+        boxes: tuple[Any, ...] = (None,) * 3
         if tile.boxes:
             sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
             boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors, sides, strict=True))
-            out = inputs.q.new_empty((*inputs.q.shape[:-1], problem.headdim_v), device="meta")
-            # packed sequences end where the next one begins, which a descriptor does not know
-            boxes += (None if problem.varlen else host.box_of(out, tile.block_m, tile.block_dv),)
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         q = inputs.q
@@ -142,7 +139,7 @@ class ForwardPlan:
         q, k, v = inputs.q, inputs.k, inputs.v
         out = q.new_empty(self.shape)
         lse = q.new_empty(self.rows, dtype=torch.float32)
-        self.main((q, k, v, out, lse, q, k, v, out, extras))
+        self.main((q, k, v, out, lse, q, k, v, extras))
         for launch, tensor in zip(self.tails, (out, lse), strict=False):
             launch((tensor, extras.cu_seqlens_q))
         return out, lse

@@ -79,12 +79,6 @@ def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def store_box(desc, values, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The counterpart for results, of dense tensors: nothing is written past the tensor's end."""
-    desc.store([batch, row, head, 0], values.to(desc.dtype).reshape(1, ROWS, 1, COLS))
-
-
-@triton.jit
 def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.constexpr, ALIGN: tl.constexpr):
     addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
     inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
@@ -195,12 +189,13 @@ def around(step, first, skip_first, skip_last):
 
 @triton.jit
 def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """The pairs inside the sequence and its band."""
-    keep = (j < seqlen_k) & (i < seqlen_q)
-    if MODE.lower:
-        keep &= j - i >= lower
+    """The pairs inside the sequence and its band: keys from one bound to another, which are numbers of a query."""
+    end = tl.zeros_like(i) + seqlen_k
     if MODE.upper:
-        keep &= j - i <= upper
+        end = tl.minimum(end, i + upper + 1)
+    keep = j < tl.where(i < seqlen_q, end, 0)
+    if MODE.lower:
+        keep &= j >= i + lower
     return keep
 
 

@@ -6,19 +6,18 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton import primitives as P  # noqa: N812
-from tilewise.backends.triton.backward_parts import probabilities, product, row_statistics, scores
+from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, row_statistics, scores
 
 
 @triton.jit
 def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
-               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, cut, seqlen_q, seqlen_k,
-               KIND: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, special, seqlen_q, seqlen_k,
+               EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys).
 
-    KIND is "full", "cut" (pairs are excluded), "any" (cut or full, as ``cut`` says) or "edge" (pairs are excluded, and
-    some keys may not be touched).
+    EDGE: some keys may not be touched, or the block lists say that pairs are excluded. ``special``: the band excludes
+    pairs, or lse is huge.
     """
-    EDGE: tl.constexpr = KIND == "edge"
     q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
     k_desc, v_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
@@ -43,11 +42,15 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
         s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
                     TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                      KIND != "full", MODE)
+                      EDGE or MODE.band, MODE)
     p = probabilities(s, lse[:, None], scalars, MODE)
-    if KIND == "cut" or KIND == "any":
-        if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+    if EDGE:
+        p = at_most_one(p)
+    else:
+        if special:
+            p = at_most_one(p)
+            if MODE.band:
+                p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
     if TILE.num_dv == 1:
         if BOXES:
             v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
@@ -135,6 +138,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
         stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
         lse = tl.load(row_lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
+    huge = tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0)) > P.HUGE
     slope = 0.0
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
@@ -147,46 +151,34 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
     first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
     PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
-    FULL: tl.constexpr = "any" if MODE.band and TILE.branch else "full"
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     inner_first, full_first, full_last, inner_last = P.sorted_blocks(
         first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
-    loop_first, loop_last = full_first, full_last
-    if FULL == "any":
-        loop_first, loop_last = inner_first, inner_last
-    num_full = loop_last - loop_first
-    num_cut = loop_first - inner_first + inner_last - loop_last
+    num_inner = inner_last - inner_first
     num_edge = inner_first - first + last - inner_last
     EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
     if MODE.lists:
-        list_ptr, num_full, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+        list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
                                                     m_begin < seqlen_q)
-    for step in tl.range(0, num_full, num_stages=TILE.stages):
+    for step in tl.range(0, num_inner, num_stages=TILE.stages):
         if MODE.lists:
             n_block = tl.load(list_ptr + step)
         else:
-            n_block = loop_first + step
-        cut = (n_block < full_first) | (n_block >= full_last)
+            n_block = inner_first + step
+        special = huge | (n_block < full_first) | (n_block >= full_last) if MODE.band else huge
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k, FULL,
-            MODE, TILE, GRADS)
-    if MODE.band and not TILE.branch:
-        for step in tl.range(0, num_cut, num_stages=min(TILE.stages, 2)):
-            n_block = P.around(step, inner_first, full_first, full_last)
-            dq, row_sum, slope_sum = query_tile(
-                dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
-                sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q,
-                seqlen_k, "cut", MODE, TILE, GRADS)
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, special, seqlen_q, seqlen_k,
+            False, MODE, TILE, GRADS)
     for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
         if MODE.lists:
-            n_block = tl.load(list_ptr + num_full + step)
+            n_block = tl.load(list_ptr + num_inner + step)
         else:
             n_block = P.around(step, first, inner_first, inner_last)
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
             scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q, seqlen_k,
-            "edge", MODE, TILE, GRADS)
+            True, MODE, TILE, GRADS)
 
     if GRADS.q:
         dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)

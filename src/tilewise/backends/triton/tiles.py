@@ -26,7 +26,6 @@ class Row(NamedTuple):
     warps: int
     stages: int
     reason: str
-    branch: bool = False
     registers: int | None = None  # at most for each thread, so that one more block fits on a multiprocessor
 
 
@@ -174,6 +173,5 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         stages=row.stages,
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
-        branch=row.branch,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
