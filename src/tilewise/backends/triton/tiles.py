@@ -39,8 +39,8 @@ class Shape(NamedTuple):
 Table = tuple[Row, ...]
 
 # H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 16k is 1 x 16384, c causal. A row's
-# figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a multiprocessor,
-# whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
+# figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
+# multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; two stages, four blocks 373 where three stages have 439", registers=128),
@@ -57,20 +57,21 @@ _KEYS_90: Table = (
 )
 _KEYS_K_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage and"
-        " two blocks resident 232/225"),
+    Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
+        " and two blocks resident 232/225"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 64, 128, 8, 2, "1k 434, c 336, 16k 565; 32x128, 3 stages 435/302/548; 32x64, 4 warps, two blocks resident 377"
-        " where this has 429"),
+    Row(256, 64, 128, 8, 2, "1k 434, c 336, 16k 565; 32x128, 3 stages 435/302/548; 32x64, 4 warps, two blocks resident"
+        " 377 where this has 429"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
     Row(64, 64, 64, 4, 3, "1k c 386; two stages 332; 128x64 339; 128 registers 373 where this has 378"),
     Row(128, 64, 64, 4, 2, "1k c 353, 16k c 559; 64x32, 3 stages 353/516; 128x64, 8 warps 280"),
-    Row(256, 128, 32, 8, 3, "1k 447, c 318; two stages 357/256; 64x64, one stage 270/202; 64x32, two blocks resident 314"),
+    Row(256, 128, 32, 8, 3, "1k 447, c 318; two stages 357/256; 64x64, one stage 270/202; 64x32, two blocks resident"
+        " 314"),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
 )
 _FORWARD_80: Table = (
