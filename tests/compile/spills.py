@@ -1,4 +1,4 @@
-"""Spills in the main loops of a compiled kernel, read from its machine code."""
+"""What the assembler made of a kernel: spills in its main loops, and products that it runs one after the other."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def _count(lines: list[str], span: tuple[int, int], pattern: str) -> int:
 
 def _products(lines: list[str], span: tuple[int, int]) -> int:
     return _count(lines, span, r"\b(HGMMA|HMMA)\b")
+
+
+def serialised(compiled: Any) -> list[str]:
+    """The assembler's warnings that it waits after every wgmma, which costs a third of the speed and more."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [str(TOOLS / "ptxas"), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return [line for line in log.splitlines() if "serialized" in line]

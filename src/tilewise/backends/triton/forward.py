@@ -60,7 +60,9 @@ def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, 
     if SCALE_FIRST:
         s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, extra_strides, scalars, batch, head,
                                seqlen_q, seqlen_k, KIND != "full", MODE)
-    if KIND != "full":
+    if KIND == "cut":
+        s = tl.where(P.keep_keys(rows[:, None], cols[None, :], lower, upper, seqlen_k, MODE), s, float("-inf"))
+    if EDGE:
         keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, extra_strides, batch, head, seqlen_q,

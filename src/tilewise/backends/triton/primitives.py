@@ -189,11 +189,25 @@ def around(step, first, skip_first, skip_last):
 
 @triton.jit
 def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """The pairs inside the sequence and its band: keys from one bound to another, which are numbers of a query."""
+    """The pairs inside the sequence and its band."""
+    keep = (j < seqlen_k) & (i < seqlen_q)
+    if MODE.lower:
+        keep &= j - i >= lower
+    if MODE.upper:
+        keep &= j - i <= upper
+    return keep
+
+
+@triton.jit
+def keep_keys(i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
+    """The same by two numbers of a query, with fewer compares; what a row past the last keeps does not matter.
+
+    Not for tiles behind a branch: with so little to do the compiler would make the branch a selection in every tile.
+    """
     end = tl.zeros_like(i) + seqlen_k
     if MODE.upper:
         end = tl.minimum(end, i + upper + 1)
-    keep = j < tl.where(i < seqlen_q, end, 0)
+    keep = j < end
     if MODE.lower:
         keep &= j >= i + lower
     return keep

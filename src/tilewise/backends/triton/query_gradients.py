@@ -154,6 +154,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     inner_first, full_first, full_last, inner_last = P.sorted_blocks(
         first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
+    if huge:
+        full_first = inner_last  # every tile is special
     num_inner = inner_last - inner_first
     num_edge = inner_first - first + last - inner_last
     EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
@@ -165,7 +167,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
             n_block = tl.load(list_ptr + step)
         else:
             n_block = inner_first + step
-        special = huge | (n_block < full_first) | (n_block >= full_last) if MODE.band else huge
+        special = (n_block < full_first) | (n_block >= full_last) if MODE.band else huge
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
             scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, special, seqlen_q, seqlen_k,
