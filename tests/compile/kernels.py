@@ -75,7 +75,7 @@ def launches(
         if backward:
             backward_plan.BackwardPlan(problem, inputs, (q, k, v, out, out), True)
         else:
-            plans.ForwardPlan(problem, inputs, (q, k, v, out))
+            plans.ForwardPlan(problem, inputs, (q, k, v))
     return wanted
 
 

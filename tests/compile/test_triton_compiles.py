@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.compile.kernels import TARGETS, build, launches
+from tests.compile.spills import loops, serialised
 from tilewise.backends.triton.facts import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -60,3 +61,20 @@ def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, feature
         for wanted in launches(arch, q, k, v, backward, **FEATURES[features]):
             compiled = build(wanted, arch)
             assert compiled.metadata.shared <= TARGETS[arch][1], wanted.kernel.__name__
+
+
+SPILLS = 8  # moves to and from local memory in one turn of several hundred instructions
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("features", ["plain", "causal", "window"])
+def test_the_main_loops_hardly_spill_and_do_not_wait_after_every_product(headdim, features):
+    q, k, v = (torch.zeros(2, seqlen, 2, headdim, dtype=torch.bfloat16) for seqlen in (64, 96, 96))
+    for backward in (False, True):
+        for wanted in launches("sm_90", q, k, v, backward, **FEATURES[features]):
+            compiled = build(wanted, "sm_90")
+            assert not serialised(compiled), wanted.kernel.__name__
+            found = loops(compiled)
+            if found:  # the first is the one over full tiles
+                assert found[0].products >= 8, wanted.kernel.__name__
+                assert found[0].spills <= SPILLS, wanted.kernel.__name__

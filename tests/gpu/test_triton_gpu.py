@@ -9,32 +9,52 @@ import tilewise
 from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
 from tilewise.testing import Spec, make
 
-HALF = (torch.bfloat16, torch.float16)
-DTYPES = (*HALF, torch.float32)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Every feature in bf16. fp16 is the same code with another type of element, and fp32 with other exponentials and
+# products: combinations that hold each feature once show what they could break, at a third of the compile time.
+FEATURES = [
+    *[(features, BF16) for features in SINGLE + COMBINED],
+    *[(features, FP16) for features in ((), ("causal",), COMBINED[-1])],
+    *[(features, FP32) for features in ((), ("causal",), *COMBINED)],
+]
+PACKED_FEATURES = [
+    *[(features, BF16) for features in PACKED],
+    (PACKED[-1], FP16),
+    (PACKED[1], FP32),
+    (PACKED[-1], FP32),
+]
+HEADDIMS = [(1, 1), (16, 16), (40, 40), (72, 72), (80, 96), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256),
+            (24, 200), (576, 512), (300, 64)]  # fmt: skip
+TYPICAL = [(40, 40), (128, 128), (192, 128), (576, 512)]
+HEADDIM_CASES = [
+    *[(dims, ("causal",), BF16) for dims in HEADDIMS],
+    *[(dims, features, BF16) for dims in TYPICAL for features in ((), ("window_left", "sink"))],
+    *[(dims, ("causal",), FP32) for dims in (*TYPICAL, (1, 1), (256, 256), (24, 200))],
+]
+
+
+def name(value: object) -> str | None:
+    """A readable test id."""
+    return ids(value) or str(value)
 
 
 def bf16(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("features", SINGLE + COMBINED, ids=ids)
+@pytest.mark.parametrize(("features", "dtype"), FEATURES, ids=name)
 def test_feature_and_its_gradients(features, dtype):
     check(Spec(seqlen_q=301, seqlen_k=417, nheads=4, nheads_k=2, headdim=64, headdim_v=64, dtype=dtype, device="cuda",
                features=features, requires_grad="all"))  # fmt: skip
 
 
-@pytest.mark.parametrize("features", [(), ("causal",), ("window_left", "sink")], ids=ids)
-@pytest.mark.parametrize("headdims", [(1, 1), (16, 16), (40, 40), (72, 72), (80, 96), (96, 96), (128, 128), (192, 128),
-                                      (160, 160), (256, 256), (24, 200), (576, 512), (300, 64)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("headdims", "features", "dtype"), HEADDIM_CASES, ids=name)
 def test_head_dimensions(headdims, features, dtype):
     check(Spec(batch=1, seqlen_q=200, seqlen_k=333, nheads=2, nheads_k=1, headdim=headdims[0], headdim_v=headdims[1],
                dtype=dtype, device="cuda", features=features, requires_grad="all"))  # fmt: skip
 
 
-@pytest.mark.parametrize("features", PACKED, ids=ids)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("features", "dtype"), PACKED_FEATURES, ids=name)
 def test_packed_sequences_and_spare_tokens(features, dtype):
     check(Spec(nheads=4, nheads_k=2, headdim=64, headdim_v=64, lengths_q=(200, 0, 351, 70), lengths_k=(240, 50, 0, 400),
                spare=9, dtype=dtype, device="cuda", features=features, requires_grad="all"))  # fmt: skip
@@ -52,6 +72,13 @@ def test_layouts_are_taken_as_they_are(layout, features):
 def test_lengths(seqlens, features):
     check(Spec(batch=1, seqlen_q=seqlens[0], seqlen_k=seqlens[1], headdim=128, headdim_v=128, dtype=torch.bfloat16,
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [3e3, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_gradients_of_huge_scores(spread, dtype):
+    check(Spec(seqlen_q=300, seqlen_k=300, headdim=24, headdim_v=24, dtype=dtype, device="cuda", spread=spread,
+               features=("causal",), requires_grad="all"))  # fmt: skip
 
 
 def test_huge_inputs_with_one_key():

@@ -41,6 +41,13 @@ def test_half_precision(features):
                features=features, requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize("spread", [3e3, 1e4])
+def test_gradients_of_huge_scores(spread):
+    """Scores to 1e8: exp(s - lse) with a rounded lse was 2 ** 8 and more."""
+    check(Spec(batch=1, seqlen_q=20, seqlen_k=24, nheads=2, nheads_k=2, headdim=24, headdim_v=16, dtype=torch.float16,
+               spread=spread, features=("causal",), requires_grad="all"))  # fmt: skip
+
+
 @pytest.mark.parametrize("seqlens", [(40, 17), (3, 90), (1, 1), (90, 40)])
 @pytest.mark.parametrize("features", [("causal",), ("top_left", "window_left")], ids=ids)
 def test_lengths_that_differ(seqlens, features):

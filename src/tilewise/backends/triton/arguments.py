@@ -99,6 +99,7 @@ class Mode(NamedTuple):
     mask_align: int
     precision: str  # of products of fp32 inputs
     lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
+    band: bool  # otherwise a causal or window band cuts tiles
 
 
 class Tile(NamedTuple):
@@ -113,7 +114,16 @@ class Tile(NamedTuple):
     num_d: int
     num_dv: int
     stages: int
-    boxes: bool  # full tiles come through TMA descriptors (primitives.load_box)
+    boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
+    sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
+
+
+class Config(NamedTuple):
+    """How a kernel is compiled, beside its compile-time arguments; the pipeline's depth is in its Tile."""
+
+    warps: int
+    aligned: bool = False  # every pointer is a multiple of 16 bytes
+    registers: int | None = None  # for each thread at most
 
 
 class Box(NamedTuple):
@@ -134,3 +144,4 @@ class Grads(NamedTuple):
     v: bool
     bias: str
     alibi: bool
+    statistics: bool = False  # the kernel computes delta and the form of lse that all read, and stores them

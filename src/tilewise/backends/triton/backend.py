@@ -69,18 +69,14 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""
-        from tilewise.backends.triton.plans import ForwardPlan
-
-        q = inputs.q
-        out = torch.empty((*q.shape[:-1], problem.headdim_v), dtype=q.dtype, device=q.device)
-        rows = (
-            (problem.nheads, problem.total_q) if problem.varlen else (problem.batch, problem.nheads, problem.seqlen_q)
-        )
-        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        with _on_device(q.device):
-            plan = self._plan(ForwardPlan, problem, inputs, (q, inputs.k, inputs.v, out))
-            plan.run(inputs, out, lse)
-        return out, lse
+        plan = self._plan(_forward_plan, problem, inputs, inputs[:3])
+        state: State
+        if _is_elsewhere(plan.index):
+            with _on_device(inputs.q.device):
+                state = plan.run(inputs)
+        else:
+            state = plan.run(inputs)
+        return state
 
     def backward(
         self,
@@ -91,25 +87,25 @@ class Triton:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        """The gradients named in ``problem.needs_grad``; memory beside them is delta, one fp32 number a row.
+        """The gradients named in ``problem.needs_grad``; memory beside them is two fp32 numbers a row.
 
         dout is copied where its channels are not contiguous, as autograd's expanded ones are: one pass over it costs
         less than what reading it that way would.
         """
-        from tilewise.backends.triton.backward_plan import BackwardPlan
-
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        with _on_device(dout.device):
-            plan = self._plan(
-                BackwardPlan, problem, inputs, (inputs.q, inputs.k, inputs.v, out, dout), dlse is not None
-            )
-            gradients: Gradients = plan.run(inputs, out, lse, dout, dlse)
+        plan = self._plan(_backward_plan, problem, inputs, (*inputs[:3], out, dout), dlse is not None)
+        gradients: Gradients
+        if _is_elsewhere(plan.index):
+            with _on_device(inputs.q.device):
+                gradients = plan.run(inputs, out, lse, dout, dlse)
+        else:
+            gradients = plan.run(inputs, out, lse, dout, dlse)
         return gradients
 
-    def _plan(self, kind: Any, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], *more: Any) -> Any:
+    def _plan(self, make: Any, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], *more: Any) -> Any:
         """The launches of a call, kept by all that they depend on: facts, strides, alignment, optional tensors."""
         addresses = 0
         for tensor in tensors:
@@ -117,25 +113,39 @@ class Triton:
         extras = None
         if host.has_extras(problem):
             extras = tuple(
-                None if t is None else (t.dtype, t.stride(), t.data_ptr() % host.VECTOR_BYTES)
-                for t in (inputs.bias, inputs.mask, inputs.alibi_slopes, inputs.sink, inputs.segments_q,
-                          inputs.segments_k, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-            )  # fmt: skip
-        key = (kind, problem, inputs.batch_offset, addresses % host.VECTOR_BYTES, extras, tensors[0].device, more,
+                None if t is None else (t.dtype, t.stride(), t.data_ptr() % host.VECTOR_BYTES) for t in inputs[3:-1]
+            )
+        key = (make, problem, addresses % host.VECTOR_BYTES, tensors[0].get_device(), extras, inputs.batch_offset, more,
                host.precision(problem), *[t.stride() for t in tensors])  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= PLAN_LIMIT:
                 self._plans.clear()
-            plan = self._plans[key] = kind(problem, inputs, tensors, *more)
+            with _on_device(inputs.q.device):  # kernels are compiled for the current device and loaded there
+                plan = self._plans[key] = make(problem, inputs, tensors, *more)
         return plan
 
 
+def _forward_plan(problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> Any:
+    from tilewise.backends.triton.plans import ForwardPlan
+
+    return ForwardPlan(problem, inputs, tensors)
+
+
+def _backward_plan(problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], has_dlse: bool) -> Any:
+    from tilewise.backends.triton.backward_plan import BackwardPlan
+
+    return BackwardPlan(problem, inputs, tensors, has_dlse)
+
+
+def _is_elsewhere(index: int | None) -> bool:
+    """Whether another device is current than that of the call: a kernel is launched on the current one."""
+    return index is not None and torch._C._cuda_getDevice() != index
+
+
 def _on_device(device: torch.device) -> Any:
-    """``device`` made current if it is not: a kernel is launched on the current one."""
-    if device.type == "cuda" and torch.cuda.current_device() != device.index:
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    """``device`` made current."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 BACKEND = Triton()

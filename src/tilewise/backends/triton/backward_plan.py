@@ -8,15 +8,14 @@ import torch
 
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Grads, Stride, Tile
-from tilewise.backends.triton.backward import (
-    bias_gradient_kernel,
-    delta_kernel,
-    key_gradients_kernel,
-    query_gradients_kernel,
-)
-from tilewise.backends.triton.launch import Config, Launch
-from tilewise.backends.triton.plans import ListPlan, Strides, at, blocks, clear_rows, types_of
+from tilewise.backends.triton.arguments import Config, Grads, Tile
+from tilewise.backends.triton.backward_parts import delta_kernel
+from tilewise.backends.triton.bias_gradient import bias_gradient_kernel
+from tilewise.backends.triton.facts import INTERPRETED
+from tilewise.backends.triton.key_gradients import key_gradients_kernel
+from tilewise.backends.triton.launch import Launch
+from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, types_of
+from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
@@ -37,18 +36,11 @@ def bias_kind(problem: Problem) -> str:
     return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
 
 
-def contiguous_stride(tensor: torch.Tensor, align: int) -> Stride:
-    """Strides of a new gradient of a (batch, seqlen, heads, channels) or packed tensor."""
-    *lead, row, head, channel = tensor.shape
-    return Stride(row * head * channel // align if lead else 0, head * channel // align, channel // align, 1)
-
-
 class KeyLaunch(NamedTuple):
-    """A launch of the key gradients' kernel: which of them, through which descriptors, over which block lists."""
+    """A launch of the key gradients' kernel: which of them, over which block lists."""
 
     launch: Launch
     grads: Grads
-    boxes: tuple[Any, ...]
     lists: ListPlan | None
 
 
@@ -59,21 +51,22 @@ class BackwardPlan:
         self.problem, self.has_dlse = problem, has_dlse
         self.kind = bias_kind(problem)
         needs = problem.needs_grad
-        marks = host.marks_of(inputs, tensors)
-        if problem.headdim % marks.align or problem.headdim_v % marks.align:
-            marks = marks._replace(align=1)
+        marks = host.marks_of(problem, inputs, tensors)
+        self.has_extras = host.has_extras(problem)
         self.mode, self.marks = host.mode_of(problem, marks), marks
         q, k, v, out, dout = tensors
-        grads = [contiguous_stride(tensor, marks.align) for tensor in (q, k, v)]
+        grads = [host.contiguous_stride(tensor.shape, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
-        self.device = q.device
+        self.device, self.index = q.device, q.device.index
         lengths = problem.total_q // 4 * 4 + 4 * problem.batch + 4  # as primitives.statistic_index counts
         self.rows = problem.nheads * (lengths if problem.varlen else problem.batch * (-(-problem.seqlen_q // 4) * 4))
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
-        self.query_boxes: tuple[Any, Any] = (None, None)
-        self._plan_delta(inputs)
+        # with channels in parts no program has a whole row of dout, so that delta needs a launch of its own
+        self.fuses_delta = self.wants_queries and self._shape("queries").tile.num_dv == 1
+        if not self.fuses_delta:
+            self._plan_delta(inputs)
         if self.wants_keys:
             self._plan_keys(inputs, q, dout)
         if self.wants_queries:
@@ -99,21 +92,22 @@ class BackwardPlan:
         shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
         return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
 
-    def _config(self, warps: int) -> Config:
-        return Config(warps, self.marks.align > 1)
-
     def _plan_delta(self, inputs: Inputs) -> None:
         problem = self.problem
         tile = self._shape("bias").tile._replace(block_m=DELTA_ROWS)
         self.row_blocks = blocks(problem.seqlen_q, DELTA_ROWS)
-        wants_sink = "sink" in problem.needs_grad
         fp32 = torch.float32
-        dlse, dsink = fp32 if self.has_dlse else None, fp32 if wants_sink else None
-        pointers = (problem.dtype, problem.dtype, fp32, dlse, fp32, fp32, dsink, types_of(inputs, lists=False))
+        lse, dlse, dsink = self._statistics_types()
+        pointers = (problem.dtype, problem.dtype, lse, dlse, fp32, fp32, dsink, types_of(inputs, lists=False))
         strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
         grid = self.row_blocks * problem.nheads * problem.batch
         tail = (strides, extra_strides, sizes, mode, tile)
-        self.delta = Launch(delta_kernel, grid, pointers, tail, self._config(4), self.device)
+        self.delta = Launch(delta_kernel, grid, pointers, tail, Config(4, self.marks.align > 1), self.device)
+
+    def _statistics_types(self) -> tuple[Any, Any, Any]:
+        """Of lse, dlse and dsink for the kernel that computes the row statistics."""
+        fp32 = torch.float32
+        return fp32, fp32 if self.has_dlse else None, fp32 if "sink" in self.problem.needs_grad else None
 
     def _pointers(self, inputs: Inputs, lists: bool, *outputs: Any) -> tuple[Any, ...]:
         dtype, fp32 = self.problem.dtype, torch.float32
@@ -134,7 +128,7 @@ class BackwardPlan:
 
     def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
         problem, dtype = self.problem, self.problem.dtype
-        tile, warps = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
+        tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         boxes: tuple[Any, ...] = (None,) * 4
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)
@@ -145,41 +139,44 @@ class BackwardPlan:
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
         grid = blocks(problem.seqlen_k, tile.block_n) * max(tile.num_d, tile.num_dv) * problem.nheads_k * problem.batch
         tail = (*self._tail(inputs, tile, lists), grads)
-        launch = Launch(key_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
-        return KeyLaunch(launch, grads, boxes, lists)
+        launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
+        return KeyLaunch(launch, grads, lists)
 
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
-        tile, warps = self._shape("queries")
+        tile, config = self._shape("queries")
+        boxes: tuple[Any, Any] = (None, None)
         if tile.boxes:
             k, v = inputs.k, inputs.v
-            self.query_boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
+            boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
         grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",
-                      "alibi_slopes" in needs)  # fmt: skip
+                      "alibi_slopes" in needs, self.fuses_delta)  # fmt: skip
         bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
+        statistics = (problem.dtype, *self._statistics_types()) if self.fuses_delta else (None,) * 4
         pointers = self._pointers(
             inputs,
             self.mode.lists,
+            *statistics,
             problem.dtype if grads.q else None,
             bias_type,
             torch.float32 if grads.alibi else None,
-            *self.query_boxes,
+            *boxes,
         )
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
         grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
         tail = (*self._tail(inputs, tile, self.query_lists), grads)
-        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, self._config(warps), self.device)
+        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, config, self.device)
 
     def _plan_bias(self, inputs: Inputs) -> None:
         problem = self.problem
         batch, heads, _, _ = host.four(problem.bias_shape or ())
-        tile, warps = self._shape("bias")
+        tile, config = self._shape("bias")
         grid = blocks(problem.seqlen_q, tile.block_m) * blocks(problem.seqlen_k, tile.block_n) * heads * batch
         strides, extra_strides, sizes, scalars, mode, tile = self._tail(inputs, tile, None)
         tail = (strides, extra_strides, sizes, scalars, batch, heads, mode, tile)
         pointers = self._pointers(inputs, False, problem.bias_dtype)
-        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, self._config(warps), self.device)
+        self.bias = Launch(bias_gradient_kernel, grid, pointers, tail, config, self.device)
 
     def _plan_tails(self, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         self.tails: dict[str, Launch] = {}
@@ -195,29 +192,23 @@ class BackwardPlan:
         for name in ("q", "k", "v"):
             if name in problem.needs_grad:
                 like = getattr(inputs, name)
-                grads[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        extras = host.extras_of(inputs)
-        row_lse, delta = torch.empty((2, self.rows), dtype=torch.float32, device=self.device)
-        dsink = self._parts(self.row_blocks) if "sink" in problem.needs_grad else None
-        self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
+                grads[name] = torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
+        extras = host.extras_of(inputs) if self.has_extras else NO_EXTRAS
+        statistics = inputs.q.new_empty(2 * self.rows, dtype=torch.float32)
+        row_lse, delta = self._halves(statistics)
+        dsink = None
+        if "sink" in problem.needs_grad:
+            dsink = self._parts(self.query_blocks if self.fuses_delta else self.row_blocks)
+        if not self.fuses_delta:
+            self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
+        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
+        if self.wants_queries:
+            more = (out, lse, dlse, dsink) if self.fuses_delta else (None,) * 4
+            self._run_queries(inputs, (*shared, *more), extras, grads)
         if dsink is not None:
             grads["sink"] = dsink.sum(-1)
-        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
         if self.wants_keys:
-            dbias = self._side_sums(problem.seqlen_k) if self.kind == "col" else None
-            for launch, asked, key_boxes, lists in self.keys:
-                listed = extras._replace(lists=lists.run(inputs)) if lists else extras
-                boxes = at(key_boxes, (inputs.q, dout, row_lse, delta))
-                outputs = (
-                    grads["k"] if asked.k else None,
-                    grads["v"] if asked.v else None,
-                    dbias if asked.bias else None,
-                )
-                launch((*shared, *outputs, *boxes, listed))
-            if dbias is not None:
-                grads["bias"] = self._reduced(dbias[:, :, None, :])
-        if self.wants_queries:
-            self._run_queries(inputs, shared, extras, grads)
+            self._run_keys(inputs, shared, extras, grads)
         if self.kind == "shared":
             grads["bias"] = torch.empty(
                 host.four(problem.bias_shape or ()), dtype=problem.bias_dtype, device=self.device
@@ -226,6 +217,27 @@ class BackwardPlan:
         for name, launch in self.tails.items():
             launch((grads[name], extras.cu_seqlens_q if name == "q" else extras.cu_seqlens_k))
         return grads
+
+    def _halves(self, statistics: torch.Tensor) -> tuple[Any, Any]:
+        """lse and delta, one after the other: on a device as addresses, which cost less than views."""
+        if INTERPRETED:
+            return statistics[: self.rows], statistics[self.rows :]
+        address = statistics.data_ptr()
+        return address, address + self.rows * statistics.element_size()
+
+    def _run_keys(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
+        dbias = self._side_sums(self.problem.seqlen_k) if self.kind == "col" else None
+        boxed = (inputs.q, *shared[3:])
+        for launch, asked, lists in self.keys:
+            listed = extras._replace(lists=lists.run(inputs)) if lists else extras
+            outputs = (
+                grads["k"] if asked.k else None,
+                grads["v"] if asked.v else None,
+                dbias if asked.bias else None,
+            )
+            launch((*shared, *outputs, *boxed, listed))
+        if dbias is not None:
+            grads["bias"] = self._reduced(dbias[:, :, None, :])
 
     def _run_queries(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
         problem = self.problem
@@ -239,8 +251,7 @@ class BackwardPlan:
             grads["bias"] = dbias = make(shape, dtype=problem.bias_dtype, device=self.device)
         dslopes = self._parts(self.query_blocks) if "alibi_slopes" in problem.needs_grad else None
         listed = extras._replace(lists=self.query_lists.run(inputs)) if self.query_lists else extras
-        boxes = at(self.query_boxes, (inputs.k, inputs.v))
-        self.queries((*shared, grads.get("q"), dbias, dslopes, *boxes, listed))
+        self.queries((*shared, grads.get("q"), dbias, dslopes, inputs.k, inputs.v, listed))
         if self.kind == "row" and dbias is not None:
             grads["bias"] = self._reduced(dbias[:, :, :, None])
         if dslopes is not None:

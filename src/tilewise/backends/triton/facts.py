@@ -26,6 +26,12 @@ def stride_of(tensor: torch.Tensor, align: int) -> Stride:
     return Stride(batch // align, row // align, head // align, channel)
 
 
+def contiguous_stride(shape: tuple[int, ...], align: int) -> Stride:
+    """The same for a new contiguous tensor."""
+    *lead, row, head, channel = shape
+    return Stride(row * head * channel // align if lead else 0, head * channel // align, channel // align, 1)
+
+
 def pair_stride(tensor: torch.Tensor | None, align: int) -> PairStride:
     """Strides of a 4-D tensor that broadcasts over pairs: 0 in a dimension of size 1."""
     if tensor is None:
@@ -95,9 +101,12 @@ class Marks(NamedTuple):
     mask: int
 
 
-def marks_of(inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> Marks:
-    """The promises that hold for a call."""
-    return Marks(common_align(tensors), pair_align(inputs.bias), pair_align(inputs.mask))
+def marks_of(problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> Marks:
+    """The promises that hold for a call: ``tensors`` and the contiguous results, which start at a multiple of 16."""
+    align = common_align(tensors)
+    if problem.headdim % align or problem.headdim_v % align:
+        align = 1
+    return Marks(align, pair_align(inputs.bias), pair_align(inputs.mask))
 
 
 def four(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -121,6 +130,7 @@ def has_extras(problem: Problem) -> bool:
 def mode_of(problem: Problem, marks: Marks) -> Mode:
     """The compile-time features of a problem."""
     scored = problem.bias_shape is not None or problem.alibi or problem.softcap > 0
+    lists = problem.mask_shape is not None or problem.segments
     return Mode(
         lower=problem.window_left is not None,
         upper=problem.window_right is not None or problem.causal is not None,
@@ -139,7 +149,8 @@ def mode_of(problem: Problem, marks: Marks) -> Mode:
         bias_align=marks.bias,
         mask_align=marks.mask,
         precision=precision(problem),
-        lists=problem.mask_shape is not None or problem.segments,
+        lists=lists,
+        band=problem.banded and not lists,
     )
 
 

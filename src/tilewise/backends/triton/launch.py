@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction
 
-from tilewise.backends.triton.arguments import Box, PairStride, Stride
+from tilewise.backends.triton.arguments import Box, Config, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
 
+KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
+KNOWN_TRITON = ("3.6.",)
 PRIMITIVES = "tilewise.backends.triton.primitives"
 POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -33,13 +36,6 @@ POINTER_TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-
-
-class Config(NamedTuple):
-    """How a kernel is compiled, beside its compile-time arguments; the pipeline's depth is in its Tile."""
-
-    warps: int
-    aligned: bool = False  # every pointer is a multiple of 16 bytes
 
 
 def _type_of(value: Any, integer: str = "i32") -> Any:
@@ -87,17 +83,22 @@ def fix_keys(module: str) -> None:
     Triton's key of a function depends on which of the functions it calls were asked before it. Without this a process
     would not find in the disk cache what another one has compiled.
     """
-    functions = [value for value in vars(sys.modules[module]).values() if isinstance(value, JITFunction)]
-    if module != PRIMITIVES:
-        fix_keys(PRIMITIVES)
-    for function in functions:
+    known = vars(sys.modules[module])
+    used = [value for value in known.values() if isinstance(value, JITFunction)]
+    for name in (PRIMITIVES, *sorted({function.fn.__module__ for function in used})):
+        if name != module and module != PRIMITIVES:
+            fix_keys(name)
+    for function in used:
         hash(function.cache_key)
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], config: Config, target: GPUTarget) -> CompiledKernel:
     """The kernel for ``target``, from Triton's disk cache when it has been compiled before."""
     fix_keys(kernel.fn.__module__)
-    options = make_backend(target).parse_options({"num_warps": config.warps, "num_stages": 2})
+    wanted: dict[str, Any] = {"num_warps": config.warps, "num_stages": 2}
+    if config.registers is not None:
+        wanted["maxnreg"] = config.registers
+    options = make_backend(target).parse_options(wanted)
     compiled: CompiledKernel = triton.compile(source(kernel, arguments, config.aligned), target, options.__dict__)
     return compiled
 
@@ -118,15 +119,62 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], config: Config, device: t
     return compiled
 
 
-@functools.cache
-def _current_stream() -> Any:
-    return torch._C._cuda_getCurrentRawStream
+class Descriptor:
+    """A TMA descriptor of tensors that differ in their address only: what the launcher is given for it.
+
+    Encoding one costs several microseconds, and the allocator hands out the same addresses again and again, so that
+    those seen are kept.
+    """
+
+    __slots__ = ("box", "encode", "known")
+
+    def __init__(self, box: Box, encode: Callable[[Box], list[Any]]) -> None:
+        self.box, self.encode = box, encode
+        self.known: dict[int, list[Any]] = {}
+
+    def at(self, address: int) -> list[Any]:
+        """The launcher's arguments for the descriptor of a tensor at ``address``."""
+        arguments = self.known.get(address)
+        if arguments is None:
+            if len(self.known) >= KNOWN_LIMIT:
+                self.known.clear()
+            arguments = self.known[address] = self.encode(self.box._replace(base=Address(address)))
+        return arguments
+
+
+class Address(NamedTuple):
+    """Stands for a tensor where only its address is asked for."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+def _direct(compiled: CompiledKernel) -> tuple[Any, list[Any]] | None:
+    """CUDA's compiled launcher and its descriptors' metadata, or None where Triton is not one whose inside is known.
+
+    ``compiled.run`` would encode every descriptor at every call.
+    """
+    if not triton.__version__.startswith(KNOWN_TRITON):
+        return None
+    run = compiled.run
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not hasattr(run, "launch_pdl"):
+        return None
+    metas = list(getattr(compiled.metadata, "tensordesc_meta", None) or [])
+    if not metas:
+        return run.launch, []
+    inner = run.launch
+    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+    return (cells["launcher"].cell_contents, metas) if "launcher" in cells and all(metas) else None
 
 
 class Launch:
     """A kernel with everything of its call but the pointers: ``launch(pointers)`` runs it on the current stream."""
 
-    __slots__ = ("function", "grid", "index", "kernel", "packed", "run", "tail")
+    __slots__ = ("descriptors", "fixed", "grid", "index", "kernel", "none", "run", "tail")
 
     def __init__(
         self,
@@ -139,17 +187,46 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.tail = kernel, grid, tail
         self.index = device.index
-        if not INTERPRETED and grid:
-            compiled = _compiled(kernel, (*pointers, *tail), config, device)
-            self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
+        self.none = tuple(index for index, pointer in enumerate(pointers) if pointer is None)
+        self.descriptors: tuple[tuple[int, Descriptor], ...] = ()
+        if INTERPRETED or not grid:
+            return
+        compiled = _compiled(kernel, (*pointers, *tail), config, device)
+        boxes = [(index, pointer) for index, pointer in enumerate(pointers) if isinstance(pointer, Box)]
+        direct = _direct(compiled)
+        if direct is None or len(direct[1]) != len(boxes):
+            self.run, metas = compiled.run, [None] * len(boxes)
+            self.fixed: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+        else:
+            self.run, metas = direct
+            # cooperative grid, programmatic launch, two scratch buffers; then metadata and hooks
+            self.fixed = (compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
+        pairs = zip(boxes, metas, strict=True)
+        self.descriptors = tuple((index, Descriptor(box, _encoder(meta))) for (index, box), meta in pairs)[::-1]
 
     def __call__(self, pointers: tuple[Any, ...]) -> None:
-        """Pointers in the kernel's order: tensors, None, descriptors (Box), and named tuples of tensors."""
+        """Pointers in the kernel's order: tensors, also where a descriptor is wanted, None, named tuples of tensors.
+
+        On a device an address may stand for a tensor.
+        What the kernel was compiled without may be given and is not used.
+        """
         if not self.grid:
             return
         if INTERPRETED:
-            self.kernel[(self.grid,)](*pointers, *self.tail)
+            given = [None if index in self.none else pointer for index, pointer in enumerate(pointers)]
+            self.kernel[(self.grid,)](*given, *self.tail)
             return
-        stream = _current_stream()(self.index)
-        addresses = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers]
-        self.run(self.grid, 1, 1, stream, self.function, self.packed, None, None, None, *addresses, *self.tail)
+        arguments: list[Any] = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers]
+        for index, descriptor in self.descriptors:  # from the last on: each takes several places
+            arguments[index : index + 1] = descriptor.known.get(arguments[index]) or descriptor.at(arguments[index])
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        self.run(self.grid, 1, 1, stream, *self.fixed, *arguments, *self.tail)
+
+
+def _encoder(meta: Any) -> Callable[[Box], list[Any]]:
+    """How a descriptor becomes arguments of the launcher."""
+    if meta is None:
+        return lambda box: [box]
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return lambda box: make_tensordesc_arg(box, meta)

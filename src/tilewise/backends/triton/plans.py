@@ -8,12 +8,13 @@ import torch
 
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Box, Extras, PairStride, Tile
-from tilewise.backends.triton.backward import clear_tail_kernel
+from tilewise.backends.triton.arguments import Config, Extras, PairStride, Tile
 from tilewise.backends.triton.blocks import block_lists_kernel, block_states_kernel
 from tilewise.backends.triton.forward import forward_kernel
-from tilewise.backends.triton.launch import Config, Launch
+from tilewise.backends.triton.launch import Launch
+from tilewise.backends.triton.tails import clear_tail_kernel
 from tilewise.device import device_facts
+from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -44,13 +45,6 @@ def types_of(inputs: Inputs, lists: bool) -> Extras:
     """The optional tensors' dtypes in their places, which is what a kernel is compiled for."""
     extras = host.extras_of(inputs, torch.empty(0, dtype=torch.int32, device="meta") if lists else None)
     return Extras(*(None if tensor is None else tensor.dtype for tensor in extras))
-
-
-def at(boxes: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """Descriptors at the addresses of this call's tensors; None stays None."""
-    if boxes[0] is None:
-        return boxes
-    return tuple([Box(t, box.shape, box.strides, box.block) for box, t in zip(boxes, tensors, strict=True)])
 
 
 class ListPlan:
@@ -105,17 +99,23 @@ class ForwardPlan:
     """The launches of one forward."""
 
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
-        marks = host.marks_of(inputs, tensors)
-        tile, warps = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
-        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors[:3]))
-        self.boxes: tuple[Any, ...] = (None, None, None)
+        marks = host.marks_of(problem, inputs, tensors)
+        tile, config = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
+        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors))
+        boxes: tuple[Any, ...] = (None,) * 3
         if tile.boxes:
             sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
-            self.boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors[:3], sides, strict=True))
+            boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors, sides, strict=True))
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
+        q = inputs.q
+        self.index = q.device.index
+        self.shape = shape = (*q.shape[:-1], problem.headdim_v)
+        self.out_is_like_q = q.is_contiguous() and q.shape == shape
+        self.rows = (problem.nheads, shape[0]) if problem.varlen else (shape[0], problem.nheads, shape[1])
+        q_stride, k_stride, v_stride = (host.stride_of(tensor, marks.align) for tensor in tensors)
         tail = (
-            Strides(*(host.stride_of(tensor, marks.align) for tensor in tensors)),
+            Strides(q_stride, k_stride, v_stride, host.contiguous_stride(shape, marks.align)),
             host.extra_strides_of(inputs, marks, self.lists.stride if self.lists else host.NO_PAIRS),
             host.sizes_of(problem, inputs),
             host.scalars_of(problem),
@@ -124,20 +124,23 @@ class ForwardPlan:
         )
         grid = blocks(problem.seqlen_q, tile.block_m) * tile.num_dv * problem.nheads * problem.batch
         extras = types_of(inputs, mode.lists)
-        pointers = (*[problem.dtype] * 4, torch.float32, *self.boxes, extras)
+        pointers = (*[problem.dtype] * 4, torch.float32, *boxes, extras)
         self.has_extras = extras != NO_EXTRAS
-        self.main = Launch(forward_kernel, grid, pointers, tail, Config(warps, marks.align > 1), inputs.q.device)
+        self.main = Launch(forward_kernel, grid, pointers, tail, config, inputs.q.device)
         self.tails: tuple[Launch, ...] = ()
         if inputs.cu_seqlens_q is not None:
-            rows = clear_rows(tuple(tensors[3].shape), problem.dtype, inputs.cu_seqlens_q)
+            rows = clear_rows(shape, problem.dtype, inputs.cu_seqlens_q)
             self.tails = (rows, clear_lse(problem.nheads, problem.total_q, inputs.cu_seqlens_q))
 
-    def run(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fills out and lse."""
+    def run(self, inputs: Inputs) -> State:
+        """(out, lse)."""
         extras = NO_EXTRAS
         if self.has_extras:
             extras = host.extras_of(inputs, self.lists.run(inputs) if self.lists else None)
-        boxes = at(self.boxes, (inputs.q, inputs.k, inputs.v))
-        self.main((inputs.q, inputs.k, inputs.v, out, lse, *boxes, extras))
+        q, k, v = inputs.q, inputs.k, inputs.v
+        out = torch.empty_like(q) if self.out_is_like_q else q.new_empty(self.shape)  # the first costs less
+        lse = q.new_empty(self.rows, dtype=torch.float32)
+        self.main((q, k, v, out, lse, q, k, v, extras))
         for launch, tensor in zip(self.tails, (out, lse), strict=False):
             launch((tensor, extras.cu_seqlens_q))
+        return out, lse

@@ -12,7 +12,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EXACT_LIMIT = tl.constexpr(1024.0)  # |score| in log2 units whose rounding moves p by less than 2 ** -14
+HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
+ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of the product with the scale and of lse
+EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
 
 
 @triton.jit
@@ -162,6 +164,30 @@ def query_blocks(n_begin, n_end, lower, upper, seqlen_q, BLOCK_M: tl.constexpr, 
 
 
 @triton.jit
+def sorted_blocks(first, full_first, full_last, last, begin, end, length, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """Block ranges in order: edge, from inner_first cut, [full_first, full_last) full, cut, from inner_last edge.
+
+    An edge has a row outside of [begin, end), so that its loads are masked; a cut tile only has excluded pairs.
+    PADDED: rows from ``length`` on read as zeros, so that they do no harm either (TMA past the end of a tensor).
+    """
+    inner_first = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK), first), last)
+    inner_last = end // BLOCK
+    if PADDED:
+        inner_last = tl.where(end >= length, last, inner_last)
+    inner_last = tl.minimum(tl.maximum(inner_last, inner_first), last)
+    full_first = tl.minimum(tl.maximum(full_first, inner_first), inner_last)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), inner_last)
+    return inner_first, full_first, full_last, inner_last
+
+
+@triton.jit
+def around(step, first, skip_first, skip_last):
+    """The block number ``step`` of [first, skip_first) and what follows skip_last."""
+    left = skip_first - first
+    return tl.where(step < left, first + step, skip_last + step - left)
+
+
+@triton.jit
 def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
     """The pairs inside the sequence and its band."""
     keep = (j < seqlen_k) & (i < seqlen_q)
@@ -169,6 +195,21 @@ def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
         keep &= j - i >= lower
     if MODE.upper:
         keep &= j - i <= upper
+    return keep
+
+
+@triton.jit
+def keep_keys(i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
+    """The same by two numbers of a query, with fewer compares; what a row past the last keeps does not matter.
+
+    Not for tiles behind a branch: with so little to do the compiler would make the branch a selection in every tile.
+    """
+    end = tl.zeros_like(i) + seqlen_k
+    if MODE.upper:
+        end = tl.minimum(end, i + upper + 1)
+    keep = j < end
+    if MODE.lower:
+        keep &= j >= i + lower
     return keep
 
 
@@ -258,33 +299,35 @@ def exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, acc, PRECISE: tl.constexpr):
-    """One step of the online softmax on scores in natural units: p = exp(s - row_max), the state rescaled.
+def partial_sums(p, PARTS: tl.constexpr):
+    """Row sums of p in parts, column by column modulo PARTS: with 8 of them a thread adds only what it holds itself.
 
-    The maximum is subtracted first, so that the exponent of the largest score is exactly 0, however large it is.
+    So it is in the fragments of NVIDIA's tensor cores; the parts are added up once, after the last tile.
     """
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
-    p = exp(s - origin[:, None], PRECISE)
-    rescale = exp(row_max - origin, PRECISE)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    return p, new_max, row_sum, acc * rescale[:, None]
+    return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS]), 1)
 
 
 @triton.jit
-def fused_softmax_step(s, row_max, row_sum, acc, unit):
-    """The same on raw products, ``unit`` = softmax_scale * log2(e) > 0, with row_max in log2 units: an operation less.
+def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+    """One step of the online softmax: p = exp(s - row_max), the state rescaled.
 
-    p = 2 ** (unit * s - row_max) is one fused multiply-add and one exp2. row_max is rounded,
-    so the largest p is 2 to the
-    power of that rounding error: nothing up to EXACT_LIMIT, and unusable for huge scores,
-    where the caller starts again.
+    Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
+    products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
+    exp2. row_max is rounded, so that the largest p is 2 to the power of that rounding error: little up to EXACT_LIMIT,
+    and unusable beyond, where the caller starts again.
     """
-    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * unit - origin[:, None])
-    rescale = tl.exp2(row_max - origin)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
+    if FUSED:
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+    else:
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
+    if FUSED:
+        p = tl.exp2(s * unit - origin[:, None])
+        rescale = tl.exp2(row_max - origin)
+    else:
+        p = exp(s - origin[:, None], PRECISE)
+        rescale = exp(row_max - origin, PRECISE)
+    row_sum = row_sum * rescale[:, None] + partial_sums(p, row_sum.shape[1])
     return p, new_max, row_sum, acc * rescale[:, None]
 
 

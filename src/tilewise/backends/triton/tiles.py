@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.backends.triton.arguments import Tile
+from tilewise.backends.triton.arguments import Config, Tile
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
 from tilewise.problem import Problem
@@ -26,50 +26,52 @@ class Row(NamedTuple):
     warps: int
     stages: int
     reason: str
+    registers: int | None = None  # at most for each thread, so that one more block fits on a multiprocessor
 
 
 class Shape(NamedTuple):
-    """What a kernel runs with: its compile-time tile and its warps."""
+    """What a kernel runs with: its compile-time tile, its warps and registers."""
 
     tile: Tile
-    warps: int
+    config: Config
 
 
 Table = tuple[Row, ...]
 
-# H200, bf16, TFLOP/s of the kernel alone, medians of one run (2026-11-29): 1 x 16384 full / causal, 16 x 1024 the same.
-# Four warps and 64 rows leave room for two blocks on a multiprocessor, whose softmax and products then overlap by
-# themselves; eight warps march in step at every barrier. Full tiles come through TMA.
+# H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 16k is 1 x 16384, c causal. A row's
+# figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
+# multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 _FORWARD_90: Table = (
-    Row(64, 64, 128, 4, 3, "472 full; 64x64 with 4 stages 425, 128x64 444, eight warps 367"),
-    Row(128, 64, 64, 4, 3, "506/497/445/324; 128x64 with 8 warps 493/487/384/250, 64x64 with 2 stages 488/391/358/273"),
-    Row(256, 64, 32, 4, 3, "570 full; 128x32 with 8 warps 548, 128x64 395"),
+    Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
+        " 391/233/425; two stages, four blocks 373 where three stages have 439", registers=128),
+    Row(128, 64, 64, 4, 3, "1k 464, c 333, 16k c 510; 64x32, 4 stages 442/285/417; 168 registers, three blocks resident"
+        " 411/297/428; 128x64, 8 warps 393/259/443; 64x128 284/183/314"),
+    Row(256, 64, 32, 4, 3, "1k c 364; 128x32, 8 warps 304; 128x64, 8 warps 240; two stages 300 where three have 372"),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
-_FORWARD_90_BANDED: Table = (
-    Row(64, 64, 64, 4, 4, "428/267 causal; 64x128 454/223 wastes half of the diagonal's tile"),
-    *_FORWARD_90[1:],
-)
 _KEYS_90: Table = (
-    Row(64, 64, 64, 4, 3, "434/433/382/278; 64x128 with 8 warps 367/378/311/225, 128x64 397/368/330/198"),
-    Row(128, 64, 64, 4, 2, "565/565/469/325; 64x128 with 8 warps 533/541/437/276, 32x64 497/497/427/309"),
+    Row(64, 64, 64, 4, 3, "1k c 321; two stages 313; 64x128, 8 warps 240"),
+    Row(128, 64, 64, 4, 2, "1k c 391, 16k c 621; 32x64 330/499; 32x64, 3 stages 351/544; 64x128, 8 warps 317/521"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_K_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 32, 128, 8, 2, "387 full; 64x128 with one stage 326, 32x64 265"),
+    Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
+        " and two blocks resident 232/225"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 64, 128, 8, 2, "539 full; 32x128 512, 32x64 394, 64x64 381"),
+    Row(256, 64, 128, 8, 2, "1k 434, c 336, 16k 565; 32x128, 3 stages 435/302/548; 32x64, 4 warps, two blocks resident"
+        " 377 where this has 429"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
-    Row(64, 64, 64, 4, 3, "564/577/553/423; 128x64 564/570/507/319, 64x128 514/481/406/300"),
-    Row(128, 64, 64, 4, 2, "613/564/489/380; 128x64 with 8 warps 586/573/486/334, 64x64 with 3 stages 513/517/418/304"),
-    Row(256, 128, 32, 8, 3, "557 full with plain loads; 64x64 339, 128x64 425"),
+    Row(64, 64, 64, 4, 3, "1k c 386; two stages 332; 128x64 339; 128 registers 373 where this has 378"),
+    Row(128, 64, 64, 4, 2, "1k c 353, 16k c 559; 64x32, 3 stages 353/516; 128x64, 8 warps 280"),
+    Row(256, 128, 32, 8, 3, "1k 447, c 318; two stages 357/256; 64x64, one stage 270/202; 64x32, two blocks resident"
+        " 314"),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
 )
 _FORWARD_80: Table = (
@@ -128,14 +130,14 @@ def family(facts: DeviceFacts) -> str:
     return "sm_80" if facts.arch == "sm_80" else "small"
 
 
-def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int, banded: bool) -> Table:
+def _table(kernel: str, itemsize: int, facts: DeviceFacts, align: int) -> Table:
     if itemsize == 4:
         return _FP32
     if align == 1:
         return _UNALIGNED
     kind = family(facts)
     if kind == "sm_90":
-        return _FORWARD_90_BANDED if kernel == "forward" and banded else _TABLES_90[kernel]
+        return _TABLES_90[kernel]
     if kind == "sm_80":
         return {"forward": _FORWARD_80, "bias": _SMALL}.get(kernel, _BACKWARD_80)
     return _SMALL if kernel in ("forward", "bias") else _SMALL_BACKWARD
@@ -154,12 +156,12 @@ def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
 def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
-    table = _table(kernel, problem.dtype.itemsize, facts, align, problem.banded)
+    table = _table(kernel, problem.dtype.itemsize, facts, align)
     return next(row for row in table if dim <= row.dim)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
-    """The tile and warps of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
+    """The tile and resources of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
     row = choose_row(kernel, problem, facts, align)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
@@ -175,5 +177,6 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         num_dv=-(-problem.headdim_v // block_dv),
         stages=row.stages,
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
+        sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
-    return Shape(tile, row.warps)
+    return Shape(tile, Config(row.warps, align > 1, row.registers))

@@ -1,0 +1,194 @@
+"""dk and dv: a program owns a block of keys and works on transposed tiles (keys, queries).
+
+So p^T and ds^T are ready in registers as left operands. See backward_parts.py for the formulas.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton import primitives as P  # noqa: N812
+from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
+
+
+@triton.jit
+def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
+             head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, EDGE: tl.constexpr,
+             MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+    """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries).
+
+    EDGE: some rows may not be touched, or the block lists say that pairs are excluded. ``cut``: the band excludes some.
+    """
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
+    q_desc, dout_desc, lse_desc, delta_desc = descriptors
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    cols = n_begin + tl.arange(0, TILE.block_n)
+    i, j = rows[None, :], cols[:, None]
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
+    v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
+    BOXES: tl.constexpr = TILE.boxes and not EDGE
+    box_batch = 0 if MODE.varlen else batch
+    box_row = q_start.to(tl.int32) + m_begin
+    if BOXES:  # the statistics too: Triton would repeat a plain load of so short a vector sixteen times a thread
+        q = P.load_box(q_desc, box_batch, box_row, head, TILE.block_m, TILE.block_d)
+        lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+    else:
+        lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
+        q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m,
+                        TILE.block_d, EDGE, MODE.align)
+    if TILE.num_d == 1:
+        s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
+    else:
+        s = product(k_ptr, strides.k, n_begin, 0, seqlen_k, q_ptr, strides.q, m_begin, row_begin, row_end, TILE.headdim,
+                    TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
+    # a key past the last one needs no mask, but its bias may not be read
+    s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
+    p = at_most_one(probabilities(s, lse, scalars, MODE))
+    if MODE.band and not EDGE:
+        if cut:
+            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+            delta = tl.where(i < seqlen_q, delta, 0.0)  # past the last row stand another head's
+    if BOXES:
+        dout = P.load_box(dout_desc, box_batch, box_row, head, TILE.block_m, TILE.block_dv)
+    else:
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v,
+                           TILE.block_m, TILE.block_dv, EDGE, MODE.align)
+    if EDGE:
+        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        if MODE.lists:
+            keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
+            seeing = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: rows that see nothing may hold anything
+            q = tl.where(seeing, q, 0.0)
+            dout = tl.where(seeing, dout, 0.0)
+        p = tl.where(keep, p, 0.0)
+        if MODE.softcap:
+            slack = tl.where(keep, slack, 0.0)
+    p_kept = p
+    if MODE.dropout:
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
+                              scalars.max_dropped, TILE.block_m, TILE.block_n, True)
+        p_kept = tl.where(kept, p, 0.0)
+    if GRADS.v:
+        dv = tl.dot(p_kept.to(dout.dtype), dout, dv, input_precision=MODE.precision)
+    if GRADS.k or GRADS.bias == "col":
+        if TILE.num_dv == 1:
+            dp = tl.dot(v, tl.trans(dout), input_precision=MODE.precision)
+        else:
+            dp = product(v_ptr, strides.v, n_begin, 0, seqlen_k, dout_ptr, strides.dout, m_begin, row_begin, row_end,
+                         TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
+        if MODE.dropout:
+            dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
+        ds = p * (dp - delta)
+        if EDGE:
+            ds = tl.where(keep, ds, 0.0)
+        if GRADS.bias == "col":
+            ds_sum += tl.sum(ds, 1)
+        if GRADS.k:
+            dk = tl.dot((ds * slack).to(q.dtype), q, dk, input_precision=MODE.precision)
+    return dk, dv, ds_sum
+
+
+@triton.jit
+def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc,
+                         dout_desc, lse_desc, delta_desc, extras, strides, extra_strides, sizes, scalars,
+                         MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+    """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
+
+    Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
+
+    Grid: (key blocks, channel parts, key heads, batch) in one dimension,
+    key blocks fastest: the first see most queries.
+    """
+    PARTS: tl.constexpr = TILE.num_d if TILE.num_d > TILE.num_dv else TILE.num_dv
+    num_n_blocks = tl.cdiv(sizes.seqlen_k, TILE.block_n)
+    nheads_k = sizes.nheads // sizes.group
+    program = tl.program_id(0)
+    n_block = program % num_n_blocks
+    program = program // num_n_blocks
+    part = program % PARTS
+    program = program // PARTS
+    head_k = program % nheads_k
+    batch = program // nheads_k
+
+    q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
+    k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
+    n_begin = n_block * TILE.block_n
+    n_end = tl.minimum(n_begin + TILE.block_n, seqlen_k)
+    cols = n_begin + tl.arange(0, TILE.block_n)
+    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head_k, MODE.align)
+    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head_k, MODE.align)
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
+    k = 0
+    v = 0
+    if TILE.num_d == 1:
+        k = P.load_tile(k_ptr, strides.k, n_begin, tl.arange(0, TILE.block_d), key_begin, key_end, TILE.headdim,
+                        TILE.block_n, TILE.block_d, True, MODE.align)
+    if TILE.num_dv == 1:
+        v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
+                        TILE.block_n, TILE.block_dv, True, MODE.align)
+    dk = tl.full([TILE.block_n, TILE.block_d], 0.0, tl.float32)
+    dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
+
+    reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
+    first, full_first, full_last, last = P.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
+    PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
+    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+        first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, PADDED)
+    num_inner = inner_last - inner_first
+    num_edge = inner_first - first + last - inner_last
+    EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
+    for sharer in tl.range(0, sizes.group):
+        head = head_k * sizes.group + sharer
+        q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
+        dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
+        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr)
+        descriptors = (q_desc, dout_desc, lse_desc, delta_desc)
+        slope = 0.0
+        if MODE.alibi:
+            slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
+        ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
+        if MODE.lists:
+            list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
+                                                        n_begin < seqlen_k)
+        for step in tl.range(0, num_inner, num_stages=TILE.stages):
+            if MODE.lists:
+                m_block = tl.load(list_ptr + step)
+            else:
+                m_block = inner_first + step
+            cut = (m_block < full_first) | (m_block >= full_last)
+            dk, dv, ds_sum = key_tile(
+                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, False,
+                MODE, TILE, GRADS)
+        for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
+            if MODE.lists:
+                m_block = tl.load(list_ptr + num_inner + step)
+            else:
+                m_block = P.around(step, first, inner_first, inner_last)
+            dk, dv, ds_sum = key_tile(
+                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
+                True, MODE, TILE, GRADS)
+        if GRADS.bias == "col":
+            row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
+            tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))
+
+    if GRADS.k:
+        dk_ptr = P.head_address(dk_ptr, strides.dk, batch, k_start, head_k, MODE.align)
+        channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
+        P.store_tile(dk_ptr, strides.dk, dk * scalars.softmax_scale, n_begin, channels, seqlen_k, TILE.headdim,
+                     TILE.block_n, MODE.align)
+    if GRADS.v:
+        if MODE.dropout:
+            dv *= scalars.keep_scale
+        dv_ptr = P.head_address(dv_ptr, strides.dv, batch, k_start, head_k, MODE.align)
+        v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
+        P.store_tile(dv_ptr, strides.dv, dv, n_begin, v_channels, seqlen_k, TILE.headdim_v, TILE.block_n, MODE.align)

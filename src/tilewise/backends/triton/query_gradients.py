@@ -1,0 +1,195 @@
+"""dq: a program owns a block of queries. On its way: row statistics, dbias as tiles or row sums, dslope."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton import primitives as P  # noqa: N812
+from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, row_statistics, scores
+
+
+@triton.jit
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
+               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, special, seqlen_q, seqlen_k,
+               EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+    """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys).
+
+    EDGE: some keys may not be touched, or the block lists say that pairs are excluded. ``special``: the band excludes
+    pairs, or lse is huge.
+    """
+    q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
+    k_desc, v_desc = descriptors
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    cols = n_begin + tl.arange(0, TILE.block_n)
+    i, j = rows[:, None], cols[None, :]
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
+
+    BOXES: tl.constexpr = TILE.boxes and not EDGE
+    box_batch = 0 if MODE.varlen else batch
+    box_row = k_start.to(tl.int32) + n_begin
+    box_head = head // sizes.group
+    if BOXES:
+        k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
+    else:
+        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n,
+                        TILE.block_d, EDGE, MODE.align)
+    if TILE.num_d == 1:
+        s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
+    else:
+        s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
+                    TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
+    s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
+                      EDGE or MODE.band, MODE)
+    p = probabilities(s, lse[:, None], scalars, MODE)
+    if EDGE:
+        p = at_most_one(p)
+    else:
+        if special:
+            p = at_most_one(p)
+            if MODE.band:
+                p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+    if TILE.num_dv == 1:
+        if BOXES:
+            v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
+        else:
+            v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
+                            TILE.block_n, TILE.block_dv, EDGE, MODE.align)
+        dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
+    else:
+        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end,
+                     TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
+    if MODE.dropout:
+        kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
+                              scalars.max_dropped, TILE.block_m, TILE.block_n, False)
+        dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
+    ds = p * (dp - delta[:, None])
+    if EDGE:
+        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        if MODE.lists:
+            keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
+            seen = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: a key that no row sees may hold anything
+            k = tl.where(seen, k, 0.0)
+        ds = tl.where(keep, ds, 0.0)
+        if MODE.softcap:
+            slack = tl.where(keep, slack, 0.0)
+    if GRADS.bias == "row":
+        row_sum += tl.sum(ds, 1)
+    if GRADS.bias == "tile":
+        plane = (batch.to(tl.int64) * sizes.nheads + head) * seqlen_q
+        addresses = dbias_ptr + (plane + i) * seqlen_k + j
+        tl.store(addresses, ds.to(dbias_ptr.dtype.element_ty), mask=(i < seqlen_q) & (j < seqlen_k) & (part == 0))
+    if GRADS.alibi:
+        slope_sum -= tl.sum(ds * P.alibi_distance(i, j, seqlen_q, seqlen_k), 1)
+    if GRADS.q:
+        dq = tl.dot((ds * slack).to(k.dtype), k, dq, input_precision=MODE.precision)
+    return dq, row_sum, slope_sum
+
+
+@triton.jit
+def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr, out_ptr, lse_ptr, dlse_ptr, dsink_ptr,
+                           dq_ptr, dbias_ptr, dslopes_ptr, k_desc, v_desc, extras, strides, extra_strides, sizes,
+                           scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+    """dq of one query block; dbias as tiles of ds or as its row sums; each block's part of the ALiBi slopes' gradient.
+
+    With GRADS.statistics it runs first, since it computes the row statistics on its way: out is read once and dout is
+    at hand.
+
+    Grid: (query blocks, channel parts, heads, batch) in one dimension, query blocks fastest, the last first.
+    """
+    num_m_blocks = tl.cdiv(sizes.seqlen_q, TILE.block_m)
+    program = tl.program_id(0)
+    m_block = num_m_blocks - 1 - program % num_m_blocks
+    program = program // num_m_blocks
+    part = program % TILE.num_d
+    program = program // TILE.num_d
+    head = program % sizes.nheads
+    batch = program // sizes.nheads
+
+    q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
+    k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
+    m_begin = m_block * TILE.block_m
+    m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
+    rows = m_begin + tl.arange(0, TILE.block_m)
+    q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
+    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
+    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
+    dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
+    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything
+    q = 0
+    dout = 0
+    if TILE.num_d == 1:
+        q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), row_begin, row_end, TILE.headdim,
+                        TILE.block_m, TILE.block_d, True, MODE.align)
+    if TILE.num_dv == 1:
+        dout = P.load_tile(dout_ptr, strides.dout, m_begin, tl.arange(0, TILE.block_dv), row_begin, row_end,
+                           TILE.headdim_v, TILE.block_m, TILE.block_dv, True, MODE.align)
+    if GRADS.statistics:
+        out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)
+        out = P.load_tile(out_ptr, strides.out, m_begin, tl.arange(0, TILE.block_dv), 0, seqlen_q, TILE.headdim_v,
+                          TILE.block_m, TILE.block_dv, True, MODE.align)
+        dot = tl.sum(tl.cast(out, tl.float32) * tl.cast(dout, tl.float32), 1)
+        lse, delta = row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, extra_strides,
+                                    sizes, batch, head, q_start, m_block, num_m_blocks, rows, seqlen_q, MODE)
+    else:
+        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        lse = tl.load(row_lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+        delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
+    huge = tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0)) > P.HUGE
+    slope = 0.0
+    if MODE.alibi:
+        slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
+    pointers = (q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr)
+    descriptors = (k_desc, v_desc)
+    dq = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
+    row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+    slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
+
+    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
+    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
+    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
+    if huge:
+        full_first = inner_last  # every tile is special
+    num_inner = inner_last - inner_first
+    num_edge = inner_first - first + last - inner_last
+    EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
+    if MODE.lists:
+        list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                    m_begin < seqlen_q)
+    for step in tl.range(0, num_inner, num_stages=TILE.stages):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + step)
+        else:
+            n_block = inner_first + step
+        special = (n_block < full_first) | (n_block >= full_last) if MODE.band else huge
+        dq, row_sum, slope_sum = query_tile(
+            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, special, seqlen_q, seqlen_k,
+            False, MODE, TILE, GRADS)
+    for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
+        if MODE.lists:
+            n_block = tl.load(list_ptr + num_inner + step)
+        else:
+            n_block = P.around(step, first, inner_first, inner_last)
+        dq, row_sum, slope_sum = query_tile(
+            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q, seqlen_k,
+            True, MODE, TILE, GRADS)
+
+    if GRADS.q:
+        dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)
+        channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
+        P.store_tile(dq_ptr, strides.dq, dq * scalars.softmax_scale, m_begin, channels, seqlen_q, TILE.headdim,
+                     TILE.block_m, MODE.align)
+    plane = batch.to(tl.int64) * sizes.nheads + head
+    if GRADS.bias == "row":
+        tl.store(dbias_ptr + plane * seqlen_q + rows, row_sum, mask=(rows < seqlen_q) & (part == 0))
+    if GRADS.alibi:
+        if part == 0:
+            tl.store(dslopes_ptr + plane * num_m_blocks + m_block, tl.sum(slope_sum))
