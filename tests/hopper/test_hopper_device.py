@@ -66,6 +66,9 @@ CASES = [
     Case("negative scale", 1, 2, 2, 300, 300, 128, 128, {"softmax_scale": -0.1}),
     Case("more tiles than CTAs", 3, 8, 4, 1500, 1500, 128, 128, BR),
     Case("packed", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([0, 5, 128, 300, 1, 777], [3, 5, 128, 400, 1, 600])),
+    Case("packed sink", 0, 4, 2, 0, 0, 128, 128, BR | {"sink": True}, lengths=([0, 5, 300, 77], [3, 5, 400, 1])),
+    Case("packed full", 0, 4, 2, 0, 0, 64, 64, {}, lengths=([40, 5, 128, 0, 300], [700, 5, 0, 7, 9])),
+    Case("packed same lengths", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([40, 0, 1300, 64], [40, 0, 1300, 64])),
     Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
 ]
 
@@ -99,6 +102,8 @@ def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
     if case.lengths is not None:
         for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_k"), case.lengths, strict=True):
             tensors[name] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        if case.lengths[0] == case.lengths[1]:  # one tensor for both says so without being read
+            tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
         options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
     plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
     names = ["q", "k", "v", *(["sink"] if "sink" in tensors else [])]
@@ -132,9 +137,7 @@ def _expected(
     return {"out": out.detach(), "lse": lse.detach()} | grads
 
 
-def _run(
-    problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _run(problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
     out, lse = BACKEND.forward(problem, inputs)
     grads = BACKEND.backward(problem.replace(derivative="backward"), inputs, out, lse, dout, dlse)
     return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}

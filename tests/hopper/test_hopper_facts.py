@@ -42,6 +42,7 @@ def problem(**changes: Any) -> Problem:
         {"headdim": 192, "needs_grad": ("q",)},
         {"headdim": 8, "headdim_v": 256},
         {"varlen": True, "total_q": 10, "total_k": 10, "needs_grad": ("k",)},
+        {"varlen": True, "sink": True, "needs_grad": ("sink",)},
         {"deterministic": True},
         {"softmax_scale": -1.0, "needs_grad": ("v",)},
     ],
@@ -66,7 +67,6 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
         ({"alibi": True, "needs_grad": ("alibi_slopes",)}, "gradient"),
         ({"softmax_scale": 0.0, "needs_grad": ("q",)}, "softmax_scale"),
-        ({"varlen": True, "sink": True, "needs_grad": ("sink",)}, "gradient"),
         ({"seqlen_k": 1 << 30}, "seqlen"),
     ],
 )
@@ -103,6 +103,16 @@ def test_every_pair_of_head_dimensions_has_a_tile(headdim: int, headdim_v: int) 
     assert back.parts in (2, 4)
 
 
+def test_heads_are_drawn_together_where_their_tiles_differ() -> None:
+    """A wave and a half of tiles in a group, and as many heads in every group."""
+    for heads, blocks in ((16, 128), (64, 32), (256, 8), (16, 64), (7, 16), (1, 8), (3, 1)):
+        assert tiles.key_heads_in_flight(problem(), heads, blocks, 132) == 1
+        count = tiles.key_heads_in_flight(problem(causal="bottom_right"), heads, blocks, 132)
+        assert heads % count == 0
+        assert count == heads or count * blocks >= 198
+        assert tiles.key_heads_in_flight(problem(causal="bottom_right", window_left=20), heads, blocks, 132) == 1
+
+
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
 @pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (4, 1), (0, 0)])
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 6)])
@@ -110,9 +120,7 @@ def test_seen_keys_are_those_of_the_definition(
     causal: str | None, window: tuple[int | None, int | None], lengths: tuple[int, int]
 ) -> None:
     length_q, length_k = lengths
-    shape = problem(
-        seqlen_q=length_q, seqlen_k=length_k, causal=causal, window_left=window[0], window_right=window[1]
-    )
+    shape = problem(seqlen_q=length_q, seqlen_k=length_k, causal=causal, window_left=window[0], window_right=window[1])
     shift = length_k - length_q
     kept = {
         (i, j)

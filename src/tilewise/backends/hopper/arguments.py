@@ -162,6 +162,7 @@ class BackwardSizes(NamedTuple):
     upper: int
     shift: int
     blocks: int  # key blocks of one head (packed: slots of the tile table)
+    heads_in_flight: int  # key heads whose tiles are drawn together, a divisor of all; packed: of one sequence
     tiles: int
     row_blocks: int  # blocks of block_m rows that one query head has in the fp32 dq, lse and delta
 

@@ -128,7 +128,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
         slope_log2 = 0.0

@@ -29,17 +29,30 @@ PART = gl.constexpr(128)  # rows of the fp32 map that hold one part of dq: see f
 
 
 @gluon.jit
-def locate_keys(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to key tile; ``head`` is the key head. Ascending blocks put the heavy ones first if causal."""
+def draw_order(tile, blocks, sizes):
+    """Head and block of a tile: heads in groups, and in a group by ascending block."""
+    group = tile // (blocks * sizes.heads_in_flight)
+    within = tile - group * (blocks * sizes.heads_in_flight)
+    block = within // sizes.heads_in_flight
+    return group * sizes.heads_in_flight + within - block * sizes.heads_in_flight, block
+
+
+@gluon.jit
+def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Tile number to key tile; ``head`` is the key head. In a group of heads block 0, the heaviest if causal, is first.
+
+    A packed sequence's tiles are numbered like those of a batch of one, behind the tiles of longer sequences.
+    """
     nheads_k = sizes.nheads // sizes.group
     if MODE.varlen:
-        slot = tile // nheads_k
+        slot = tile // nheads_k  # some slot of the same sequence
         batch = gl.load(pointers.table + 2 * slot + 2)
-        block = gl.load(pointers.table + 2 * slot + 3)
-        return packed_sequence(block, tile - slot * nheads_k, batch, pointers, sizes, MODE)
+        first = slot - gl.load(pointers.table + 2 * slot + 3)
+        length = gl.load(pointers.cu_seqlens_k + batch + 1) - gl.load(pointers.cu_seqlens_k + batch)
+        head, block = draw_order(tile - first * nheads_k, (length + TILE.block_n - 1) // TILE.block_n, sizes)
+        return packed_sequence(block, head, batch, pointers, sizes, MODE)
     else:
-        head = tile // sizes.blocks
-        block = tile - head * sizes.blocks
+        head, block = draw_order(tile, sizes.blocks, sizes)
         batch = head // nheads_k
         q = Span(batch, sizes.seqlen_q)
         k = Span(batch, sizes.seqlen_k)
@@ -119,7 +132,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * TILE.block_n
         for g in range(0, sizes.group):
@@ -149,7 +162,7 @@ def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TIL
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         for g in range(0, sizes.group):
             for t in range(0, steps.count):

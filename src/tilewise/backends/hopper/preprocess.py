@@ -73,9 +73,12 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
 
 
 @triton.jit
-def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, headdim, softmax_scale,
-                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
-    """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype."""
+def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, total, headdim,
+                 softmax_scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype.
+
+    Packed: all ``total`` rows are written, those behind the last sequence with zeros.
+    """
     block, part, index, head, start, row0, length = find_rows(tl.program_id(0), BLOCK_M // 64, nheads, seqlen,
                                                               head_blocks, cu_seqlens_ptr, batch, BLOCK_M, CHUNK)
     first = (block.to(tl.int64) * (BLOCK_M // 64) + part) * (64 * BLOCK_D)
@@ -85,5 +88,33 @@ def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seql
     rows = row0 + part * 64 + tl.arange(0, 64)
     cols = tl.arange(0, BLOCK_D)
     at = head_address(dq_ptr, dq_stride, index, head, start) + rows.to(tl.int64)[:, None] * dq_stride[1]
+    if cu_seqlens_ptr is not None:  # the rows behind the last sequence are zeros in the accumulator too
+        length = tl.where(start + length == tl.load(cu_seqlens_ptr + batch), total - start, length)
     mask = (rows < length)[:, None] & (cols < headdim)[None, :]
     tl.store(at + cols[None, :], (x * softmax_scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sink_kernel(sink_ptr, lse_ptr, minus_delta_ptr, dsink_ptr, cu_seqlens_ptr, lse_stride, batch, nheads, seqlen,
+                head_blocks, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """One head's sink, packed: in one sequence. It is a key whose value is zero, so its ds is -p delta."""
+    index = tl.program_id(0) // nheads
+    head = tl.program_id(0) % nheads
+    if cu_seqlens_ptr is None:
+        length = seqlen
+        at = lse_ptr + index.to(tl.int64) * lse_stride[0] + head.to(tl.int64) * lse_stride[1]
+        padded = (index * nheads + head).to(tl.int64) * head_blocks * BLOCK_M
+    else:
+        start = tl.load(cu_seqlens_ptr + index)
+        length = tl.load(cu_seqlens_ptr + index + 1) - start
+        at = lse_ptr + head.to(tl.int64) * lse_stride[1] + start
+        padded = (head.to(tl.int64) * head_blocks + start // BLOCK_M + index) * BLOCK_M
+    sink = tl.load(sink_ptr + tl.program_id(0))
+    total = tl.zeros([ROWS], tl.float32)
+    for begin in range(0, length, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        lse = tl.load(at + rows, mask=rows < length, other=float("-inf"))
+        minus_delta = tl.load(minus_delta_ptr + padded + rows, mask=rows < length, other=0.0)
+        p = tl.where(lse == float("-inf"), 0.0, tl.exp(sink - lse))
+        total += p * minus_delta
+    tl.store(dsink_ptr + tl.program_id(0), tl.sum(total))

@@ -125,3 +125,17 @@ def heads_in_flight(problem: Problem) -> int:
     bytes_of_head = max(1, problem.seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize)
     heads_k = max(1, L2_KEYS // bytes_of_head)
     return min(heads_k * problem.group, problem.batch * problem.nheads)
+
+
+def key_heads_in_flight(problem: Problem, heads: int, blocks: int, multiprocessors: int) -> int:
+    """Key heads, a divisor of ``heads``, whose tiles the backward draws together, the heaviest first.
+
+    A causal head's first tile is twice as heavy as its mean one. Drawn among the last it would leave the other
+    multiprocessors idle, so a group holds a wave and a half; a larger one would only need more of L2. Where all tiles
+    weigh the same, one head after the other needs the least.
+    """
+    mode = mode_of(problem)
+    if not mode.upper or mode.lower:
+        return 1
+    wanted = min(heads, -(-3 * multiprocessors // (2 * max(1, blocks))))
+    return next(count for count in range(wanted, heads + 1) if heads % count == 0)
