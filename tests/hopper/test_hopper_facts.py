@@ -10,6 +10,7 @@ import torch
 from tilewise.backends.hopper import BACKEND, tiles
 from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
 from tilewise.device import DeviceFacts
+from tilewise.dispatch.choose import choose_among
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -84,6 +85,20 @@ def test_refuses_with_the_reason(changes: dict[str, Any], what: str) -> None:
 )
 def test_refuses_other_machines(facts: DeviceFacts, what: str) -> None:
     assert [reason.what for reason in BACKEND.supports(problem(), facts)] == [what]
+
+
+def test_deterministic_gradients_go_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq is summed in any order here; the Triton kernels have no atomics."""
+    pytest.importorskip("triton")
+    from tilewise.backends.triton import BACKEND as TRITON
+
+    monkeypatch.setattr(type(BACKEND), "auto_devices", frozenset({"cuda"}))
+    wanted = problem(deterministic=True, needs_grad=("q", "k", "v"))
+    name, trace = choose_among(wanted, H200, "auto", (BACKEND, TRITON))
+    assert name == "triton"
+    assert [reason.what for reason in trace[0].reasons] == ["deterministic"]
+    assert choose_among(wanted, H200, "hopper", (BACKEND, TRITON))[0] is None
+    assert choose_among(wanted.replace(deterministic=False), H200, "auto", (BACKEND, TRITON))[0] == "hopper"
 
 
 def test_tile_and_cost() -> None:
