@@ -9,7 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from tilewise.backends.hopper.arguments import Ring, Shared, Span, Steps, Work
+from tilewise.backends.hopper.arguments import Shared, Slots, Span, Steps, Work
+from tilewise.backends.hopper.barriers import (
+    CONSUMER_AND_WARP,
+    DOUT_READ,
+    DQ_WRITTEN,
+    Q_READ,
+    await_all,
+    await_slot,
+    tell,
+)
 from tilewise.backends.hopper.primitives import (
     capped,
     count_tiles,
@@ -112,12 +121,13 @@ def statistics_block(work, sizes, g, block, MODE: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def load_with_row(ring, rows_smem, slot, count, desc, coord, rows_desc, row):
-    """Fill a slot with a tile and the row statistics that go with it."""
-    mbarrier.wait(ring.empty.index(slot), (count & 1) ^ 1)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot))
-    tma.async_copy_global_to_shared(rows_desc, [row], ring.full.index(slot), rows_smem.index(slot))
+def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr, desc, coord, rows_desc, row):
+    """Fill the slot of a step, once it is empty, with a tile and the row statistics that go with it."""
+    slot = it % STAGES
+    await_slot(it, STAGES, READ)
+    mbarrier.expect(tiles.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
+    tma.async_copy_global_to_shared(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
 
 
 @gluon.jit
@@ -141,11 +151,10 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 block = row_block(steps, t, MODE)
                 row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
                 coord = rows_at(work.q, head, block * ROWS, MODE)
-                load_with_row(shared.q, shared.lse, it % STAGES, it // STAGES, q_desc, coord, lse_desc, row)
+                load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row)
                 if g + t == 0:
                     load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
-                load_with_row(shared.dout, shared.delta, it % DOUT_STAGES, it // DOUT_STAGES, dout_desc, coord,
-                              delta_desc, row)
+                load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row)
                 if g + t == 0:
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1
@@ -169,12 +178,12 @@ def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TIL
                 at = statistics_block(work, sizes, g, row_block(steps, t, MODE), MODE, TILE) * (2 * EACH)
                 for part in gl.static_range(EACH):
                     for c in gl.static_range(2):
-                        mbarrier.wait(shared.dq.full.index(c), it & 1)
-                        tma_reduce_add(dq_desc, [(at + c * EACH + part) * PART, 0], shared.dq.slots.index(c))
+                        await_all(DQ_WRITTEN + c, CONSUMER_AND_WARP)
+                        tma_reduce_add(dq_desc, [(at + c * EACH + part) * PART, 0], shared.dq.index(c))
                     tma.store_wait(1)
-                    mbarrier.arrive(shared.dq.empty.index(0), count=1)
+                    mbarrier.arrive(shared.dq_added.index(0), count=1)
                     tma.store_wait(0)
-                    mbarrier.arrive(shared.dq.empty.index(1), count=1)
+                    mbarrier.arrive(shared.dq_added.index(1), count=1)
                     it += 1
         tile = read_ticket(tickets, n)
         n += 1
@@ -193,9 +202,9 @@ def fragment_order(dq):
 @gluon.jit
 def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
     """Give the i-th part of dq to the writer."""
-    mbarrier.wait(shared.dq.empty.index(INDEX), (i & 1) ^ 1)
-    publish(shared.dq.slots.index(INDEX), fragment_order(dq))
-    mbarrier.arrive(shared.dq.full.index(INDEX), count=1)
+    mbarrier.wait(shared.dq_added.index(INDEX), (i & 1) ^ 1)
+    publish(shared.dq.index(INDEX), fragment_order(dq))
+    tell(DQ_WRITTEN + INDEX, CONSUMER_AND_WARP)
 
 
 @gluon.jit
@@ -237,16 +246,15 @@ def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.cons
     ROWS: gl.constexpr = TILE.block_m
     KEYS: gl.constexpr = TILE.block_n
     return Shared(
-        new_ring(q_desc, STAGES, 2),
-        new_ring(dout_desc, DOUT_STAGES, 2),
+        Slots(gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+              new_barriers(STAGES, 1)),
+        Slots(gl.allocate_shared_memory(dout_desc.dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout),
+              new_barriers(DOUT_STAGES, 1)),
         new_ring(k_desc, 1, 2),
         new_ring(v_desc, 1, 2),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [DS, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2)),
-        Ring(
-            gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
-            new_barriers(2, 1),
-            new_barriers(2, 1),
-        ),
+        gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
+        new_barriers(2, 1),
     )

@@ -27,14 +27,6 @@ def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def sync_consumers():
-    """Both consumer warpgroups of a tile meet (named barrier 10; Triton itself takes the first few)."""
-    gl.inline_asm_elementwise(
-        "bar.sync 10, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def reciprocal(x):
     """1 / x to one unit in the last place but one; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
