@@ -132,6 +132,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
+        tma.store_wait(0)  # of the tile before, while this one is being located
+        meet()
         slope_log2 = 0.0
         dk = warpgroup_mma_init(gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT))
         dv = gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT)
@@ -173,8 +175,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         tma.async_copy_shared_to_global(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
         tile = read_ticket(tickets, n)
         n += 1
-        tma.store_wait(0)
-        meet()
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -37,6 +37,8 @@ from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
+SEARCH = 128  # sequences that every program around the main kernel looks through at once: one for each thread
+
 
 def backward_sizes(problem: Problem, tile: BackwardTile, slots: int, multiprocessors: int) -> BackwardSizes:
     """Lengths and counts of a backward call."""
@@ -122,7 +124,7 @@ class BackwardPlan:
         self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v, factor)
         self.after_tail = (of_dq, *common, shape[0], problem.headdim, self.scalars.softmax_scale)
         before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
-        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, CHUNK))
+        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, SEARCH))
         self.sink = None
         if "sink" in problem.needs_grad:
             self.sink_tail = (of_lse, *common)
@@ -132,7 +134,7 @@ class BackwardPlan:
             clear = (same, None, cu, problem.batch, problem.total_k, 0, 0, 32, 128)
             self.clear = Launch(clear_kernel, -(-problem.total_k // 32), clear)
         after = (fp32, same, cu, *self.after_tail)
-        self.after = Launch(after_kernel, self.rows // 64, (*after, tile.block_m, tile.block_d, CHUNK))
+        self.after = Launch(after_kernel, self.rows // 64, (*after, tile.block_m, tile.block_d, SEARCH))
 
     def _key_gradients(
         self, stream: int, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, same_lengths: bool

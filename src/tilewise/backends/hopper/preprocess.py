@@ -25,11 +25,12 @@ def find_rows(program, parts, nheads, seqlen, head_blocks, cu_seqlens_ptr, batch
         block = (index * nheads + head) * head_blocks + within
         return block, part, index, head, tl.zeros((), tl.int32), within * BLOCK_M, seqlen
     else:
-        sequence = -1  # the last sequence that begins at or before this block: see backward.statistics_block
+        found = tl.zeros([CHUNK], tl.int32)
         for begin in range(0, batch, CHUNK):
             at = begin + tl.arange(0, CHUNK)
             start = tl.load(cu_seqlens_ptr + at, mask=at < batch, other=0)
-            sequence += tl.sum(((start // BLOCK_M + at <= within) & (at < batch)).to(tl.int32))
+            found += ((start // BLOCK_M + at <= within) & (at < batch)).to(tl.int32)
+        sequence = tl.sum(found) - 1  # the last that begins at or before this block: see backward_parts.statistics_block
         start = tl.load(cu_seqlens_ptr + sequence)
         row = (within - start // BLOCK_M - sequence) * BLOCK_M
         length = tl.load(cu_seqlens_ptr + sequence + 1) - start
