@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -61,7 +62,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
     acc = torch.full((padded * headdim,), torch.nan)
     tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
     strides = (stride, stride, lse_stride)
-    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, 2.0, block_m, headdim, 16, 4)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4)
     assert (acc == 0).all()
     assert not found_lse.isnan().any()
     assert not found_delta.isnan().any()
@@ -86,7 +87,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
                 first = (b * nheads + h) * blocks * block_m
                 at = (b, h)  # type: ignore[assignment]
                 written = dq[b, :, h]
-            expected = (2.0 * lse[at]).masked_fill(lse[at] == -torch.inf, 0.0)
+            expected = (lse[at] / math.log(2)).masked_fill(lse[at] == -torch.inf, 0.0)
             torch.testing.assert_close(found_lse[first : first + length], expected)
             torch.testing.assert_close(found_delta[first : first + length], delta[at], atol=1e-3, rtol=1e-3)
             chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim]

@@ -64,6 +64,7 @@ CASES = [
     Case("empty rows with a sink", 1, 4, 4, 500, 200, 128, 128, BR | {"sink": True}),
     Case("interleaved", 2, 4, 4, 640, 640, 128, 128, BR, interleaved=True),
     Case("negative scale", 1, 2, 2, 300, 300, 128, 128, {"softmax_scale": -0.1}),
+    Case("scale 0", 1, 2, 2, 300, 300, 128, 128, BR | {"softmax_scale": 0.0}),
     Case("more tiles than CTAs", 3, 8, 4, 1500, 1500, 128, 128, BR),
     Case("packed", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([0, 5, 128, 300, 1, 777], [3, 5, 128, 400, 1, 600])),
     Case("packed sink", 0, 4, 2, 0, 0, 128, 128, BR | {"sink": True}, lengths=([0, 5, 300, 77], [3, 5, 400, 1])),

@@ -46,6 +46,7 @@ def problem(**changes: Any) -> Problem:
         {"varlen": True, "sink": True, "needs_grad": ("sink",)},
         {"deterministic": True},
         {"softmax_scale": -1.0, "needs_grad": ("v",)},
+        {"softmax_scale": 0.0, "needs_grad": ("q",)},
     ],
 )
 def test_takes(changes: dict[str, Any]) -> None:
@@ -67,7 +68,6 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"derivative": "jvp"}, "derivative"),
         ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
         ({"alibi": True, "needs_grad": ("alibi_slopes",)}, "gradient"),
-        ({"softmax_scale": 0.0, "needs_grad": ("q",)}, "softmax_scale"),
         ({"seqlen_k": 1 << 30}, "seqlen"),
     ],
 )

@@ -69,8 +69,6 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
     if "alibi_slopes" in problem.needs_grad:
         found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
-    if problem.softmax_scale == 0:
-        found.append(Reason("softmax_scale", "0 with a gradient", "not 0"))
     return found
 
 

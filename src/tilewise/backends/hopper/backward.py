@@ -1,9 +1,9 @@
 """The backward up to 128 channels: a tile owns 128 keys, keeps dk and dv in registers, and walks the query blocks.
 
-Each of two consumer warpgroups holds 64 keys. A step computes s^T = k q^T onto -lse and dp^T = v dout^T onto -delta, so
-that p = exp2(c s) and ds = p dp need no statistics in registers; then dv += p^T dout, dk += ds^T q, and, one step
-later so that both warpgroups' ds are there, dq = ds k, which a warp of its own adds to fp32 memory by TMA. The query
-heads of a group are walked inside the tile, so dk and dv need no atomics.
+Each of two consumer warpgroups holds 64 keys. A step computes s^T = k q^T and p = exp2(c s - lse), dp^T = v dout^T onto
+-delta, so that ds = p dp needs no statistic in registers; then dv += p^T dout, dk += ds^T q, and, one step later so
+that both warpgroups' ds are there, dq = ds k, which a warp of its own adds to fp32 memory by TMA. The query heads of a
+group are walked inside the tile, so dk and dv need no atomics.
 """
 
 from __future__ import annotations
@@ -74,14 +74,9 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     ds_mine = shared.ds.index(i % 2).slice(INDEX * 64, 64, 0)
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
-    lse = shared.lse.index(slot)
-    k_mine = k.slice(INDEX * 64, 64, 0)
-    if MODE.softcap:
-        start = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, use_acc=False, is_async=True)
-    else:
-        start = gl.expand_dims(lse.load(ROW), 0).broadcast_to([64, ROWS])
-        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, is_async=True)
+    zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+    s = warpgroup_mma(k.slice(INDEX * 64, 64, 0), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     if FIRST:
         s = warpgroup_mma_wait(0, deps=(s,))
     else:

@@ -222,11 +222,12 @@ def keep_band_transposed(s, keys, rows, work, MODE: gl.constexpr):
 @gluon.jit
 def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
     """p^T of a step, and p^T times the derivative of the score by softmax_scale q k^T (1 without a cap)."""
+    lse = gl.expand_dims(lse, 0)
     if MODE.softcap:
         x, r = capped(s, scalars)
-        x = x - gl.expand_dims(lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+        x = x - lse
     else:
-        x = s * scalars.scale_log2  # s began at -lse / softmax_scale
+        x = s * scalars.scale_log2 - lse
     if MODE.alibi:
         x = tilt(x, rows, keys, work, slope_log2)
     if MASKED:

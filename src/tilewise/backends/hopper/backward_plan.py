@@ -119,9 +119,7 @@ class BackwardPlan:
         of_out, of_dout = ((0, *t.stride()[:2]) if varlen else t.stride()[:3] for t in (out, dout))
         of_lse = (0, problem.total_q) if varlen else (problem.nheads * problem.seqlen_q, problem.seqlen_q)
         common = (problem.batch, problem.nheads, problem.seqlen_q, self.sizes.row_blocks)
-        # without a cap the scores are accumulated onto -lse / softmax_scale; with one it is subtracted later
-        factor = tiles.LOG2E if problem.softcap else -1.0 / problem.softmax_scale
-        self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v, factor)
+        self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v)
         self.after_tail = (of_dq, *common, shape[0], problem.headdim, self.scalars.softmax_scale)
         before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
         self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, SEARCH))

@@ -60,13 +60,9 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     ds_smem = shared.ds.index(INDEX)
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
-    lse = shared.lse.index(slot)
-    if MODE.softcap:
-        start = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-        s = warpgroup_mma(k, q.permute((1, 0)), start, use_acc=False, is_async=True)
-    else:
-        start = gl.expand_dims(lse.load(ROW), 0).broadcast_to([64, ROWS])
-        s = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+    zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     mbarrier.wait(shared.dout.full.index(0), i & 1)
     minus_delta = gl.expand_dims(shared.delta.index(0).load(ROW), 0).broadcast_to([64, ROWS])
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
