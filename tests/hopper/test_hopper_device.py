@@ -175,6 +175,23 @@ def test_nan_in_keys_that_no_query_sees(options: dict[str, Any], seqlen_q: int, 
         assert not tensor.isnan().any(), name
 
 
+@pytest.mark.parametrize("options", [{}, BR])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_in_a_packed_sequence_without_queries(options: dict[str, Any], dim: int) -> None:
+    """Nobody sees its keys: their gradients are zeros, like those of the tokens beyond the last offset."""
+    arguments, dout = _arguments(Case("", 0, 2, 2, 0, 0, dim, dim, options, lengths=([0, 0, 9], [0, 3, 12])))
+    for tensor, unseen in ((arguments.k, 3), (arguments.v, 3), (arguments.q, 0), (dout, 0)):
+        tensor[:unseen] = torch.nan
+        tensor[9 if unseen == 0 else 15 :] = torch.nan
+    actual = _run(*describe(arguments), dout, None)
+    for name, tensor in actual.items():
+        assert not tensor.isnan().any(), name
+    for name in ("dk", "dv"):
+        assert not actual[name][:3].any()
+        assert not actual[name][15:].any()
+    assert not actual["dq"][9:].any()
+
+
 def test_repeats_are_bitwise_equal_under_load() -> None:
     """out, lse, dk and dv; dq is summed in any order."""
     arguments, dout = _arguments(Case("", 2, 8, 4, 1111, 1313, 128, 128, BR))

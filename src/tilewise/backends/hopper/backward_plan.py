@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.backends.hopper import tiles
-from tilewise.backends.hopper.arguments import OPEN, BackwardPointers, BackwardSizes, BackwardTile, Mode, Scalars
+from tilewise.backends.hopper.arguments import BackwardPointers, BackwardSizes, BackwardTile, Mode, Scalars
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.launch import (
@@ -77,8 +77,7 @@ class BackwardPlan:
             self.seen = slice(seen.begin, seen.end)
         self.first_key = self.seen.start or 0
         lower, upper = packed_bounds(problem)
-        no_band = problem.causal is None and lower <= -OPEN and upper >= OPEN
-        self.all_seen = no_band if varlen else self.seen == slice(0, problem.seqlen_k)
+        self.all_seen = not varlen and self.seen == slice(0, problem.seqlen_k)
         self.all_seen_if_same_lengths = varlen and lower <= 0 <= upper
         self.scalars = tiles.scalars_of(problem)
         self._main(problem, inputs, dout, tiles.mode_of(problem)._replace(sink=False, raw_scale=True), self.scalars)

@@ -121,6 +121,7 @@ def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
     start_k = gl.load(pointers.cu_seqlens_k + batch)
     length_q = gl.load(pointers.cu_seqlens_q + batch + 1) - start_q
     length_k = gl.load(pointers.cu_seqlens_k + batch + 1) - start_k
+    length_k = gl.where(length_q > 0, length_k, 0)
     shift = length_k - length_q
     upper = shift + sizes.upper
     lower = shift + sizes.lower
