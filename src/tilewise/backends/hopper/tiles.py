@@ -25,9 +25,12 @@ _FORWARD = {
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
 _BACKWARD = {
-    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64
+    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
+    # before the exponentials, dk from registers and nothing across steps (-13 %), p rounded before ds to make room for
+    # k and v in registers or for dp before dq is handed over (-5 %), a second slot for k and v (-2 %)
     64: BackwardTile(128, 128, 64, 2, 2, 240),
-    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower
+    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower, and so
+    # was p rounded before ds (-2 %)
     128: BackwardTile(64, 128, 128, 2, 2, 240),
     # half the channels for each consumer; shared memory has room for one dout
     256: BackwardTile(64, 64, 256, 2, 1, 240),
