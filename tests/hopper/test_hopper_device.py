@@ -50,6 +50,8 @@ CASES = [
     Case("gqa 256", 1, 4, 2, 300, 900, 256, 256, {}),
     Case("window 256", 1, 4, 2, 300, 400, 256, 256, {"window_left": 150, "window_right": 30}, FP16),
     Case("softcap", 1, 4, 2, 600, 600, 128, 128, BR | {"softcap": 5.0}),
+    Case("softcap 64", 1, 4, 2, 333, 444, 64, 64, {"softcap": 3.0}),
+    Case("softcap window 256", 1, 2, 2, 333, 444, 256, 256, BR | {"softcap": 20.0, "window_left": 90}, FP16),
     Case("alibi", 2, 4, 2, 600, 700, 128, 128, BR | {"alibi_slopes": True}),
     Case("alibi full 64", 1, 4, 4, 333, 444, 64, 64, {"alibi_slopes": True}),
     Case("sink", 1, 4, 2, 600, 600, 128, 128, BR | {"sink": True}),
