@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import triton
 
-from tilewise.backends.hopper import launch, plans
+from tilewise.backends.hopper import backward_plan, launch, plans
 from tilewise.inputs import Arguments, describe
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -45,12 +46,11 @@ def recorded() -> Iterator[list[Wanted]]:
     def record(kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
         wanted.append(Wanted(kernel, arguments, num_warps))
 
-    saved = plans.Launch, plans.multiprocessors
-    plans.Launch, plans.multiprocessors = record, lambda index: 132  # type: ignore[assignment,misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (plans, backward_plan):
+            patch.setattr(module, "Launch", record)
+            patch.setattr(module, "multiprocessors", lambda index: 132)
         yield wanted
-    finally:
-        plans.Launch, plans.multiprocessors = saved  # type: ignore[misc]
 
 
 def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = False, **options: Any) -> list[Wanted]:
@@ -64,7 +64,7 @@ def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = Fa
         "softcap": 0.0,
         "dropout_p": 0.0,
         "deterministic": False,
-        "needs_grad": ("q", "k", "v"),
+        "needs_grad": ("q", "k", "v", "sink") if options.get("sink") else ("q", "k", "v"),
         "backend": "hopper",
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
@@ -75,7 +75,7 @@ def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = Fa
     problem, inputs = describe(Arguments(**(plain | {"q": q, "k": k, "v": v} | options)))
     with recorded() as wanted:
         plans.ForwardPlan(problem, inputs)
-        plans.BackwardPlan(problem, inputs, torch.empty_like(dout), dout, dlse=True)
+        backward_plan.BackwardPlan(problem, inputs, torch.empty_like(dout), dout, dlse=True)
     return wanted
 
 

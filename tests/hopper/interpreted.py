@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
-from tilewise.backends.hopper.preprocess import after_kernel, before_kernel
+from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
 from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
 
 LENGTHS = [0, 5, 128, 300, 1, 129, 300]
@@ -36,6 +37,10 @@ def clear() -> None:
     assert lse[:, :end].isnan().all()
     assert (out[end:] == 0).all()
     assert (lse[:, end:] == -torch.inf).all()
+    out = torch.full_like(out, torch.nan)
+    clear_kernel[(-(-total // 32),)](out, None, OFFSETS, BATCH, total, 0, 3 * 72, 32, 128)
+    assert out[:end].isnan().all()
+    assert (out[end:] == 0).all()
 
 
 def around(headdim: int, block_m: int, packed: bool) -> None:
@@ -57,13 +62,20 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
     acc = torch.full((padded * headdim,), torch.nan)
     tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
     strides = (stride, stride, lse_stride)
-    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, 2.0, block_m, headdim, 16, 4)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4)
     assert (acc == 0).all()
     assert not found_lse.isnan().any()
     assert not found_delta.isnan().any()
+    sink, dsink = torch.randn(len(lengths), nheads), torch.full((len(lengths), nheads), torch.nan)
+    sink_tensors = (sink, lse, found_delta, dsink, offsets)
+    sink_kernel[(dsink.numel(),)](*sink_tensors, lse_stride, *sizes, block_m, 64)
     acc = torch.randn(padded * headdim)
-    dq = torch.zeros_like(out)
-    after_kernel[(padded // 64,)](acc, dq, offsets, stride, *sizes, headdim, 1.0, block_m, headdim, 4)
+    if packed:  # what lies behind the last sequence is as before_kernel left it
+        behind = (int(OFFSETS[-2]) // block_m + BATCH - 1) * block_m + LENGTHS[-1]
+        acc.view(nheads, -1, headdim)[:, behind // 64 * 64 + 64 :] = 0
+    dq = torch.full_like(out, torch.nan)
+    after_kernel[(padded // 64,)](acc, dq, offsets, stride, *sizes, lead[0], headdim, 1.0, block_m, headdim, 4)
+    assert not dq.isnan().any()
     delta = -(out.float() * dout.float()).sum(-1).transpose(-1, -2) + dlse
     for b, length in enumerate(lengths):
         for h in range(nheads):
@@ -75,7 +87,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
                 first = (b * nheads + h) * blocks * block_m
                 at = (b, h)  # type: ignore[assignment]
                 written = dq[b, :, h]
-            expected = (2.0 * lse[at]).masked_fill(lse[at] == -torch.inf, 0.0)
+            expected = (lse[at] / math.log(2)).masked_fill(lse[at] == -torch.inf, 0.0)
             torch.testing.assert_close(found_lse[first : first + length], expected)
             torch.testing.assert_close(found_delta[first : first + length], delta[at], atol=1e-3, rtol=1e-3)
             chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim]
@@ -83,6 +95,8 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
             # part, i, warp, row / 2, row % 2, quad, high row, pair -> warp, high row, row; part, i, quad, pair
             plain = chunks.permute(0, 3, 7, 4, 5, 1, 2, 6, 8).reshape(-1, headdim)[:length]
             torch.testing.assert_close(written, plain.half())
+            p = (sink[b, h] - lse[at]).exp().masked_fill(lse[at] == -torch.inf, 0)
+            torch.testing.assert_close(dsink[b, h], (p * delta[at]).sum(), atol=1e-2, rtol=1e-3)
 
 
 if __name__ == "__main__":

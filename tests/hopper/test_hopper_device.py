@@ -50,6 +50,8 @@ CASES = [
     Case("gqa 256", 1, 4, 2, 300, 900, 256, 256, {}),
     Case("window 256", 1, 4, 2, 300, 400, 256, 256, {"window_left": 150, "window_right": 30}, FP16),
     Case("softcap", 1, 4, 2, 600, 600, 128, 128, BR | {"softcap": 5.0}),
+    Case("softcap 64", 1, 4, 2, 333, 444, 64, 64, {"softcap": 3.0}),
+    Case("softcap window 256", 1, 2, 2, 333, 444, 256, 256, BR | {"softcap": 20.0, "window_left": 90}, FP16),
     Case("alibi", 2, 4, 2, 600, 700, 128, 128, BR | {"alibi_slopes": True}),
     Case("alibi full 64", 1, 4, 4, 333, 444, 64, 64, {"alibi_slopes": True}),
     Case("sink", 1, 4, 2, 600, 600, 128, 128, BR | {"sink": True}),
@@ -64,8 +66,12 @@ CASES = [
     Case("empty rows with a sink", 1, 4, 4, 500, 200, 128, 128, BR | {"sink": True}),
     Case("interleaved", 2, 4, 4, 640, 640, 128, 128, BR, interleaved=True),
     Case("negative scale", 1, 2, 2, 300, 300, 128, 128, {"softmax_scale": -0.1}),
+    Case("scale 0", 1, 2, 2, 300, 300, 128, 128, BR | {"softmax_scale": 0.0}),
     Case("more tiles than CTAs", 3, 8, 4, 1500, 1500, 128, 128, BR),
     Case("packed", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([0, 5, 128, 300, 1, 777], [3, 5, 128, 400, 1, 600])),
+    Case("packed sink", 0, 4, 2, 0, 0, 128, 128, BR | {"sink": True}, lengths=([0, 5, 300, 77], [3, 5, 400, 1])),
+    Case("packed full", 0, 4, 2, 0, 0, 64, 64, {}, lengths=([40, 5, 128, 0, 300], [700, 5, 0, 7, 9])),
+    Case("packed same lengths", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([40, 0, 1300, 64], [40, 0, 1300, 64])),
     Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
 ]
 
@@ -99,6 +105,8 @@ def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
     if case.lengths is not None:
         for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_k"), case.lengths, strict=True):
             tensors[name] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        if case.lengths[0] == case.lengths[1]:  # one tensor for both says so without being read
+            tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
         options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
     plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
     names = ["q", "k", "v", *(["sink"] if "sink" in tensors else [])]
@@ -132,9 +140,7 @@ def _expected(
     return {"out": out.detach(), "lse": lse.detach()} | grads
 
 
-def _run(
-    problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _run(problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
     out, lse = BACKEND.forward(problem, inputs)
     grads = BACKEND.backward(problem.replace(derivative="backward"), inputs, out, lse, dout, dlse)
     return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
@@ -169,6 +175,23 @@ def test_nan_in_keys_that_no_query_sees(options: dict[str, Any], seqlen_q: int, 
     arguments.v[:, unseen] = torch.nan
     for name, tensor in _run(*describe(arguments), dout, None).items():
         assert not tensor.isnan().any(), name
+
+
+@pytest.mark.parametrize("options", [{}, BR])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_in_a_packed_sequence_without_queries(options: dict[str, Any], dim: int) -> None:
+    """Nobody sees its keys: their gradients are zeros, like those of the tokens beyond the last offset."""
+    arguments, dout = _arguments(Case("", 0, 2, 2, 0, 0, dim, dim, options, lengths=([0, 0, 9], [0, 3, 12])))
+    for tensor, unseen in ((arguments.k, 3), (arguments.v, 3), (arguments.q, 0), (dout, 0)):
+        tensor[:unseen] = torch.nan
+        tensor[9 if unseen == 0 else 15 :] = torch.nan
+    actual = _run(*describe(arguments), dout, None)
+    for name, tensor in actual.items():
+        assert not tensor.isnan().any(), name
+    for name in ("dk", "dv"):
+        assert not actual[name][:3].any()
+        assert not actual[name][15:].any()
+    assert not actual["dq"][9:].any()
 
 
 def test_repeats_are_bitwise_equal_under_load() -> None:

@@ -10,6 +10,7 @@ import torch
 from tilewise.backends.hopper import BACKEND, tiles
 from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
 from tilewise.device import DeviceFacts
+from tilewise.dispatch.choose import choose_among
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -42,8 +43,10 @@ def problem(**changes: Any) -> Problem:
         {"headdim": 192, "needs_grad": ("q",)},
         {"headdim": 8, "headdim_v": 256},
         {"varlen": True, "total_q": 10, "total_k": 10, "needs_grad": ("k",)},
+        {"varlen": True, "sink": True, "needs_grad": ("sink",)},
         {"deterministic": True},
         {"softmax_scale": -1.0, "needs_grad": ("v",)},
+        {"softmax_scale": 0.0, "needs_grad": ("q",)},
     ],
 )
 def test_takes(changes: dict[str, Any]) -> None:
@@ -65,8 +68,6 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"derivative": "jvp"}, "derivative"),
         ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
         ({"alibi": True, "needs_grad": ("alibi_slopes",)}, "gradient"),
-        ({"softmax_scale": 0.0, "needs_grad": ("q",)}, "softmax_scale"),
-        ({"varlen": True, "sink": True, "needs_grad": ("sink",)}, "gradient"),
         ({"seqlen_k": 1 << 30}, "seqlen"),
     ],
 )
@@ -86,6 +87,20 @@ def test_refuses_other_machines(facts: DeviceFacts, what: str) -> None:
     assert [reason.what for reason in BACKEND.supports(problem(), facts)] == [what]
 
 
+def test_deterministic_gradients_go_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq is summed in any order here; the Triton kernels have no atomics."""
+    pytest.importorskip("triton")
+    from tilewise.backends.triton import BACKEND as TRITON
+
+    monkeypatch.setattr(type(BACKEND), "auto_devices", frozenset({"cuda"}))
+    wanted = problem(deterministic=True, needs_grad=("q", "k", "v"))
+    name, trace = choose_among(wanted, H200, "auto", (BACKEND, TRITON))
+    assert name == "triton"
+    assert [reason.what for reason in trace[0].reasons] == ["deterministic"]
+    assert choose_among(wanted, H200, "hopper", (BACKEND, TRITON))[0] is None
+    assert choose_among(wanted.replace(deterministic=False), H200, "auto", (BACKEND, TRITON))[0] == "hopper"
+
+
 def test_tile_and_cost() -> None:
     assert BACKEND.tile(problem(), H200) == (128, 128)
     assert BACKEND.tile(problem(headdim=256, headdim_v=256), H200) == (128, 64)
@@ -103,6 +118,16 @@ def test_every_pair_of_head_dimensions_has_a_tile(headdim: int, headdim_v: int) 
     assert back.parts in (2, 4)
 
 
+def test_heads_are_drawn_together_where_their_tiles_differ() -> None:
+    """A wave and a half of tiles in a group, and as many heads in every group."""
+    for heads, blocks in ((16, 128), (64, 32), (256, 8), (16, 64), (7, 16), (1, 8), (3, 1)):
+        assert tiles.key_heads_in_flight(problem(), heads, blocks, 132) == 1
+        count = tiles.key_heads_in_flight(problem(causal="bottom_right"), heads, blocks, 132)
+        assert heads % count == 0
+        assert count == heads or count * blocks >= 198
+        assert tiles.key_heads_in_flight(problem(causal="bottom_right", window_left=20), heads, blocks, 132) == 1
+
+
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
 @pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (4, 1), (0, 0)])
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 6)])
@@ -110,9 +135,7 @@ def test_seen_keys_are_those_of_the_definition(
     causal: str | None, window: tuple[int | None, int | None], lengths: tuple[int, int]
 ) -> None:
     length_q, length_k = lengths
-    shape = problem(
-        seqlen_q=length_q, seqlen_k=length_k, causal=causal, window_left=window[0], window_right=window[1]
-    )
+    shape = problem(seqlen_q=length_q, seqlen_k=length_k, causal=causal, window_left=window[0], window_right=window[1])
     shift = length_k - length_q
     kept = {
         (i, j)

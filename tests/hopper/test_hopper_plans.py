@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tilewise.backends.hopper import launch, plans
+from tilewise.backends.hopper import backward_plan, launch, plans
 from tilewise.backends.hopper.backend import Hopper
 from tilewise.inputs import Arguments, Inputs, describe
 from tilewise.problem import Problem
@@ -31,10 +31,11 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[Any, ...]]]:
-    monkeypatch.setattr(plans, "Launch", Recorded)
-    monkeypatch.setattr(plans, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(plans, "current_stream", lambda index: 0)
-    monkeypatch.setattr(plans, "ticket", lambda stream, index: 7)
+    for module in (plans, backward_plan):
+        monkeypatch.setattr(module, "Launch", Recorded)
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(module, "current_stream", lambda index: 0)
+        monkeypatch.setattr(module, "ticket", lambda stream, index: 7)
     Recorded.calls.clear()
     return Recorded.calls
 
@@ -103,22 +104,47 @@ def test_packed_form(calls: list[Any]) -> None:
     assert calls[-1][2][0].shape == (0x7FFF0000, 0x7FFF0000, 4, 1 << 30, 256)
     assert lse.shape == (4, 300)
     backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
-    names = [name for name, _, _ in calls[3:]]
+    names = [name for name, _, _ in calls[3:] if name != "clear_kernel"]
     assert names == ["table_kernel", "before_kernel", "backward_wide_kernel", "after_kernel"]
     sizes = calls[-2][2][10]
     assert sizes.row_blocks == 300 // 64 + 2
 
 
-def test_sink_gradient_is_that_of_a_key_without_value() -> None:
+def test_packed_key_gradients_are_cleared_only_where_no_tile_writes(calls: list[Any]) -> None:
+    q = half(300, 4, 64)
+    offsets, others = torch.tensor([0, 100, 290], dtype=torch.int32), torch.tensor([0, 90, 290], dtype=torch.int32)
+    backend = Hopper()
+
+    def names(**options: Any) -> list[str]:
+        problem, inputs = call(q, q, q, **options)
+        out, lse = backend.forward(problem, inputs)
+        calls.clear()
+        grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
+        cleared = [arguments[0] for name, _, arguments in calls if name == "clear_kernel"]
+        assert cleared in ([], [grads["k"].data_ptr(), grads["v"].data_ptr()])
+        if not cleared:
+            assert not grads["k"].any()
+            assert not grads["v"].any()
+        return [name for name, _, _ in calls]
+
+    three = ["before_kernel", "backward_kernel", "after_kernel"]
+    clear = ["clear_kernel", "clear_kernel"]
+    for causal in ("none", "bottom_right", "top_left"):
+        assert names(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal) == ["table_kernel", *clear, *three]
+        assert names(cu_seqlens_q=offsets, cu_seqlens_k=others, causal=causal) == ["table_kernel", *three]
+
+
+def test_sink_gradient_has_a_kernel(calls: list[Any]) -> None:
     q = half(1, 70, 2, 64)
     sink = torch.randn(2)
     problem, inputs = call(q, q, q, sink=sink, needs_grad=("q", "sink"))
-    plan = plans.BackwardPlan(problem, inputs, q, q, dlse=False)
-    lse = torch.randn(1, 2, 70)
-    lse[0, 0, 3] = -torch.inf
-    minus_delta = torch.randn(1, 2, 128)
-    expected = (torch.exp(sink[None, :, None] - lse) * minus_delta[..., :70]).masked_fill(lse == -torch.inf, 0).sum(-1)
-    torch.testing.assert_close(plan._sink_gradient(sink[None], lse, minus_delta.flatten()), expected)
+    backend = Hopper()
+    out, lse = backend.forward(problem, inputs)
+    grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
+    name, grid, arguments = calls[-1]
+    assert (name, grid) == ("sink_kernel", 2)
+    assert arguments[3] == grads["sink"].data_ptr()
+    assert grads["sink"].shape == (1, 2)
 
 
 def test_nothing_to_compute() -> None:

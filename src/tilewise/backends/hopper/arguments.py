@@ -91,6 +91,13 @@ class Ring(NamedTuple):
     empty: Any
 
 
+class Slots(NamedTuple):
+    """Slots of shared memory, with an mbarrier each for their being full; see ``barriers`` for their being empty."""
+
+    slots: Any
+    full: Any
+
+
 class Span(NamedTuple):
     """Rows of one sequence: dense ``start`` is the batch index, packed the first token."""
 
@@ -130,7 +137,7 @@ class BackwardTile(NamedTuple):
     block_m: int
     block_n: int
     block_d: int
-    stages: int  # of q
+    stages: int  # of q, at most 2
     dout_stages: int
     registers: int
 
@@ -162,6 +169,7 @@ class BackwardSizes(NamedTuple):
     upper: int
     shift: int
     blocks: int  # key blocks of one head (packed: slots of the tile table)
+    heads_in_flight: int  # key heads whose tiles are drawn together, a divisor of all; packed: of one sequence
     tiles: int
     row_blocks: int  # blocks of block_m rows that one query head has in the fp32 dq, lse and delta
 
@@ -179,11 +187,12 @@ class Steps(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of the backward."""
 
-    q: Ring
-    dout: Ring
+    q: Slots
+    dout: Slots
     k: Ring
     v: Ring
     lse: Any
     delta: Any
     ds: Any  # two buffers of (keys, block_m rows)
-    dq: Ring
+    dq: Any  # a part of dq for each consumer
+    dq_added: Any  # an mbarrier for each: the part has been read

@@ -69,10 +69,6 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
     if "alibi_slopes" in problem.needs_grad:
         found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
-    if problem.softmax_scale == 0:
-        found.append(Reason("softmax_scale", "0 with a gradient", "not 0"))
-    if problem.varlen and "sink" in problem.needs_grad:
-        found.append(Reason("gradient", "sink of the packed form", "q, k or v"))
     return found
 
 
@@ -146,7 +142,7 @@ class Hopper:
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
                 return _empty_backward(problem, inputs, lse, dlse)
-            from tilewise.backends.hopper.plans import BackwardPlan
+            from tilewise.backends.hopper.backward_plan import BackwardPlan
 
             plan = self._remember(key, BackwardPlan(problem, inputs, out, dout, dlse is not None))
         if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
@@ -187,9 +183,7 @@ def _empty_forward(problem: Problem, inputs: Inputs) -> State:
     return out, q.new_full(shape, -torch.inf, dtype=torch.float32)
 
 
-def _empty_backward(
-    problem: Problem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None
-) -> Gradients:
+def _empty_backward(problem: Problem, inputs: Inputs, lse: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Zeros, but for a sink, which is then all of lse."""
     grads = {
         name: torch.zeros_like(getattr(inputs, name), memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
 """The backward up to 128 channels: a tile owns 128 keys, keeps dk and dv in registers, and walks the query blocks.
 
-Each of two consumer warpgroups holds 64 keys. A step computes s^T = k q^T onto -lse and dp^T = v dout^T onto -delta, so
-that p = exp2(c s) and ds = p dp need no statistics in registers; then dv += p^T dout, dk += ds^T q, and, one step
-later so that both warpgroups' ds are there, dq = ds k, which a warp of its own adds to fp32 memory by TMA. The query
-heads of a group are walked inside the tile, so dk and dv need no atomics.
+Each of two consumer warpgroups holds 64 keys. A step computes s^T = k q^T and p = exp2(c s - lse), dp^T = v dout^T onto
+-delta, so that ds = p dp needs no statistic in registers; then dv += p^T dout, dk += ds^T q, and, one step later so
+that both warpgroups' ds are there, dq = ds k, which a warp of its own adds to fp32 memory by TMA. The query heads of a
+group are walked inside the tile, so dk and dv need no atomics.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tilewise.backends.hopper.backward_parts import (
     row_block,
     row_steps,
 )
+from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, await_ds, let_go, meet, tell_ds
 from tilewise.backends.hopper.primitives import (
     LOG2E,
     count_tiles,
@@ -37,7 +38,6 @@ from tilewise.backends.hopper.primitives import (
     publish,
     read_ticket,
     rows_at,
-    sync_consumers,
 )
 
 
@@ -74,21 +74,16 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     ds_mine = shared.ds.index(i % 2).slice(INDEX * 64, 64, 0)
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
-    lse = shared.lse.index(slot)
-    k_mine = k.slice(INDEX * 64, 64, 0)
-    if MODE.softcap:
-        start = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, use_acc=False, is_async=True)
-    else:
-        start = gl.expand_dims(lse.load(ROW), 0).broadcast_to([64, ROWS])
-        s = warpgroup_mma(k_mine, q.permute((1, 0)), start, is_async=True)
+    zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+    s = warpgroup_mma(k.slice(INDEX * 64, 64, 0), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     if FIRST:
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
-        sync_consumers()  # ds of step i - 1 is complete
+        await_ds(i - 1, INDEX)
         dq = start_dq(shared.ds.index((i + 1) % 2), k, INDEX, TILE)
         s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(shared.q.empty.index((i + STAGES - 1) % STAGES), count=1)
+        let_go(i + STAGES - 1, STAGES, Q_READ)
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
     p, weight = probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED, MODE)
@@ -103,9 +98,10 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     dv = warpgroup_mma(p, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     publish(ds_mine, (weight * dp).to(DTYPE))
+    tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))  # dk goes on
-    mbarrier.arrive(shared.dout.empty.index(dout_slot), count=1)
+    let_go(i, DOUT_STAGES, DOUT_READ)
     return dk, dv
 
 
@@ -122,15 +118,17 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     DK_SLOTS: gl.constexpr = [4 * ROWS // BLOCK_D] + dk_desc.block_type.shape
     DV_SLOTS: gl.constexpr = [256 // BLOCK_D] + dv_desc.block_type.shape
     dk_smem = shared.ds._reinterpret(DTYPE, DK_SLOTS, dk_desc.layout).index(INDEX)
-    dv_smem = shared.dq.slots._reinterpret(DTYPE, DV_SLOTS, dv_desc.layout).index(INDEX)
+    dv_smem = shared.dq._reinterpret(DTYPE, DV_SLOTS, dv_desc.layout).index(INDEX)
     tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
+        tma.store_wait(0)  # of the tile before, while this one is being located
+        meet()
         slope_log2 = 0.0
         dk = warpgroup_mma_init(gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT))
         dv = gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT)
@@ -157,23 +155,22 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
                 dk, dv = step(it, row0, key0, dk, dv, shared, slope_log2, work, scalars,
                               INDEX, False, False, MODE, TILE)
                 it += 1
-        sync_consumers()
+        await_ds(it - 1, INDEX)
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         mbarrier.arrive(shared.v.empty.index(0), count=1)
-        mbarrier.arrive(shared.q.empty.index((it + STAGES - 1) % STAGES), count=1)
+        let_go(it + STAGES - 1, STAGES, Q_READ)
         hand_over_dq(dq, shared, it - 1, INDEX)
-        sync_consumers()
+        meet()
         publish(matrix(dk_smem), (dk * scalars.softmax_scale).to(DTYPE))
         tma.async_copy_shared_to_global(dk_desc, rows_at(work.k, work.head, key0, MODE), dk_smem)
-        mbarrier.wait(shared.dq.empty.index(INDEX), (it & 1) ^ 1)
+        mbarrier.wait(shared.dq_added.index(INDEX), (it & 1) ^ 1)
         publish(matrix(dv_smem), dv.to(DTYPE))
         tma.async_copy_shared_to_global(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
         tile = read_ticket(tickets, n)
         n += 1
-        tma.store_wait(0)
-        sync_consumers()
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -9,9 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from tilewise.backends.hopper.arguments import Ring, Shared, Span, Steps, Work
+from tilewise.backends.hopper.arguments import Shared, Slots, Span, Steps, Work
+from tilewise.backends.hopper.barriers import (
+    CONSUMER_AND_WARP,
+    DOUT_READ,
+    DQ_WRITTEN,
+    Q_READ,
+    await_all,
+    await_slot,
+    tell,
+)
 from tilewise.backends.hopper.primitives import (
-    capped,
     count_tiles,
     draw_ticket,
     load,
@@ -29,17 +37,30 @@ PART = gl.constexpr(128)  # rows of the fp32 map that hold one part of dq: see f
 
 
 @gluon.jit
-def locate_keys(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to key tile; ``head`` is the key head. Ascending blocks put the heavy ones first if causal."""
+def draw_order(tile, blocks, sizes):
+    """Head and block of a tile: heads in groups, and in a group by ascending block."""
+    group = tile // (blocks * sizes.heads_in_flight)
+    within = tile - group * (blocks * sizes.heads_in_flight)
+    block = within // sizes.heads_in_flight
+    return group * sizes.heads_in_flight + within - block * sizes.heads_in_flight, block
+
+
+@gluon.jit
+def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Tile number to key tile; ``head`` is the key head. In a group of heads block 0, the heaviest if causal, is first.
+
+    A packed sequence's tiles are numbered like those of a batch of one, behind the tiles of longer sequences.
+    """
     nheads_k = sizes.nheads // sizes.group
     if MODE.varlen:
-        slot = tile // nheads_k
+        slot = tile // nheads_k  # some slot of the same sequence
         batch = gl.load(pointers.table + 2 * slot + 2)
-        block = gl.load(pointers.table + 2 * slot + 3)
-        return packed_sequence(block, tile - slot * nheads_k, batch, pointers, sizes, MODE)
+        first = slot - gl.load(pointers.table + 2 * slot + 3)
+        length = gl.load(pointers.cu_seqlens_k + batch + 1) - gl.load(pointers.cu_seqlens_k + batch)
+        head, block = draw_order(tile - first * nheads_k, (length + TILE.block_n - 1) // TILE.block_n, sizes)
+        return packed_sequence(block, head, batch, pointers, sizes, MODE)
     else:
-        head = tile // sizes.blocks
-        block = tile - head * sizes.blocks
+        head, block = draw_order(tile, sizes.blocks, sizes)
         batch = head // nheads_k
         q = Span(batch, sizes.seqlen_q)
         k = Span(batch, sizes.seqlen_k)
@@ -99,12 +120,13 @@ def statistics_block(work, sizes, g, block, MODE: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def load_with_row(ring, rows_smem, slot, count, desc, coord, rows_desc, row):
-    """Fill a slot with a tile and the row statistics that go with it."""
-    mbarrier.wait(ring.empty.index(slot), (count & 1) ^ 1)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot))
-    tma.async_copy_global_to_shared(rows_desc, [row], ring.full.index(slot), rows_smem.index(slot))
+def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr, desc, coord, rows_desc, row):
+    """Fill the slot of a step, once it is empty, with a tile and the row statistics that go with it."""
+    slot = it % STAGES
+    await_slot(it, STAGES, READ)
+    mbarrier.expect(tiles.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
+    tma.async_copy_global_to_shared(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
 
 
 @gluon.jit
@@ -119,7 +141,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * TILE.block_n
         for g in range(0, sizes.group):
@@ -128,11 +150,10 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 block = row_block(steps, t, MODE)
                 row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
                 coord = rows_at(work.q, head, block * ROWS, MODE)
-                load_with_row(shared.q, shared.lse, it % STAGES, it // STAGES, q_desc, coord, lse_desc, row)
+                load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row)
                 if g + t == 0:
                     load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
-                load_with_row(shared.dout, shared.delta, it % DOUT_STAGES, it // DOUT_STAGES, dout_desc, coord,
-                              delta_desc, row)
+                load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row)
                 if g + t == 0:
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1
@@ -149,19 +170,19 @@ def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TIL
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         for g in range(0, sizes.group):
             for t in range(0, steps.count):
                 at = statistics_block(work, sizes, g, row_block(steps, t, MODE), MODE, TILE) * (2 * EACH)
                 for part in gl.static_range(EACH):
                     for c in gl.static_range(2):
-                        mbarrier.wait(shared.dq.full.index(c), it & 1)
-                        tma_reduce_add(dq_desc, [(at + c * EACH + part) * PART, 0], shared.dq.slots.index(c))
+                        await_all(DQ_WRITTEN + c, CONSUMER_AND_WARP)
+                        tma_reduce_add(dq_desc, [(at + c * EACH + part) * PART, 0], shared.dq.index(c))
                     tma.store_wait(1)
-                    mbarrier.arrive(shared.dq.empty.index(0), count=1)
+                    mbarrier.arrive(shared.dq_added.index(0), count=1)
                     tma.store_wait(0)
-                    mbarrier.arrive(shared.dq.empty.index(1), count=1)
+                    mbarrier.arrive(shared.dq_added.index(1), count=1)
                     it += 1
         tile = read_ticket(tickets, n)
         n += 1
@@ -180,39 +201,61 @@ def fragment_order(dq):
 @gluon.jit
 def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
     """Give the i-th part of dq to the writer."""
-    mbarrier.wait(shared.dq.empty.index(INDEX), (i & 1) ^ 1)
-    publish(shared.dq.slots.index(INDEX), fragment_order(dq))
-    mbarrier.arrive(shared.dq.full.index(INDEX), count=1)
+    mbarrier.wait(shared.dq_added.index(INDEX), (i & 1) ^ 1)
+    publish(shared.dq.index(INDEX), fragment_order(dq))
+    tell(DQ_WRITTEN + INDEX, CONSUMER_AND_WARP)
 
 
 @gluon.jit
-def keep_band_transposed(s, keys, rows, work, MODE: gl.constexpr):
-    """-inf outside the band and past the last key; bounds are kept for the keys, of which a thread has two."""
+def keep_band_transposed(x, keys, rows, work, OTHER: gl.constexpr, MODE: gl.constexpr):
+    """OTHER outside the band and past the last key; bounds are kept for the keys, of which a thread has two."""
     begin = gl.where(keys < work.k.length, 0, 1 << 30)
     if MODE.upper:
         begin = gl.maximum(begin, keys - work.upper)
     keep = rows >= begin
     if MODE.lower:
         keep = keep & (rows <= keys - work.lower)
-    return gl.where(keep, s, float("-inf"))
+    return gl.where(keep, x, OTHER)
+
+
+@gluon.jit
+def capped_probabilities(s, shift, scalars):
+    """p = exp2(softcap tanh(scale s / softcap) + shift), and p tanh'(...), with tanh as in ``primitives.capped``.
+
+    One piece of PTX, so that the numbers on the way to a probability live for that one only.
+    """
+    step = gl.full([], scalars.softcap_in, gl.float32)
+    top = gl.full([], scalars.softcap_out, gl.float32)
+    return gl.inline_asm_elementwise(
+        """{ .reg .f32 r, x;
+        mul.f32 x, $2, $4; ex2.approx.ftz.f32 x, x; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 r, x;
+        add.f32 x, $3, $5; fma.rn.f32 x, r, $6, x; ex2.approx.ftz.f32 x, x;
+        neg.f32 $1, r; fma.rn.f32 r, $1, r, r; mul.f32 r, r, 0f40800000;
+        mul.f32 $1, r, x; mov.f32 $0, x; }""",
+        "=&f,=&f,f,f,f,f,f", [s, shift, step, top, -2 * top], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
     """p^T of a step, and p^T times the derivative of the score by softmax_scale q k^T (1 without a cap)."""
+    lse = gl.expand_dims(lse, 0)
     if MODE.softcap:
-        x, r = capped(s, scalars)
-        x = x - gl.expand_dims(lse.load(gl.SliceLayout(0, s.type.layout)), 0)
+        shift = -lse
+        if MODE.alibi:
+            shift = tilt(shift, rows, keys, work, slope_log2)
+        p, weight = capped_probabilities(s, shift, scalars)
+        if MASKED:
+            p = keep_band_transposed(p, keys, rows, work, 0.0, MODE)
+            weight = keep_band_transposed(weight, keys, rows, work, 0.0, MODE)
+        return p, weight
     else:
-        x = s * scalars.scale_log2  # s began at -lse / softmax_scale
-    if MODE.alibi:
-        x = tilt(x, rows, keys, work, slope_log2)
-    if MASKED:
-        x = keep_band_transposed(x, keys, rows, work, MODE)
-    p = gl.exp2(x)
-    if MODE.softcap:
-        return p, p * (4.0 * r * (1.0 - r))
-    else:
+        x = s * scalars.scale_log2 - lse
+        if MODE.alibi:
+            x = tilt(x, rows, keys, work, slope_log2)
+        if MASKED:
+            x = keep_band_transposed(x, keys, rows, work, float("-inf"), MODE)
+        p = gl.exp2(x)
         return p, p
 
 
@@ -224,16 +267,15 @@ def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.cons
     ROWS: gl.constexpr = TILE.block_m
     KEYS: gl.constexpr = TILE.block_n
     return Shared(
-        new_ring(q_desc, STAGES, 2),
-        new_ring(dout_desc, DOUT_STAGES, 2),
+        Slots(gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+              new_barriers(STAGES, 1)),
+        Slots(gl.allocate_shared_memory(dout_desc.dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout),
+              new_barriers(DOUT_STAGES, 1)),
         new_ring(k_desc, 1, 2),
         new_ring(v_desc, 1, 2),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [DS, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2)),
-        Ring(
-            gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
-            new_barriers(2, 1),
-            new_barriers(2, 1),
-        ),
+        gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
+        new_barriers(2, 1),
     )

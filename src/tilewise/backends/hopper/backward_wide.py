@@ -26,6 +26,7 @@ from tilewise.backends.hopper.backward_parts import (
     row_block,
     row_steps,
 )
+from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
 from tilewise.backends.hopper.primitives import LOG2E, count_tiles, matrix, new_tickets, publish, read_ticket, rows_at
 
 KEYS = gl.constexpr(64)
@@ -59,13 +60,9 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     ds_smem = shared.ds.index(INDEX)
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
-    lse = shared.lse.index(slot)
-    if MODE.softcap:
-        start = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-        s = warpgroup_mma(k, q.permute((1, 0)), start, use_acc=False, is_async=True)
-    else:
-        start = gl.expand_dims(lse.load(ROW), 0).broadcast_to([64, ROWS])
-        s = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+    zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     mbarrier.wait(shared.dout.full.index(0), i & 1)
     minus_delta = gl.expand_dims(shared.delta.index(0).load(ROW), 0).broadcast_to([64, ROWS])
     dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
@@ -82,9 +79,9 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     dk = warpgroup_mma(ds, q.slice(INDEX * HALF, HALF, 1), dk, is_async=True)
     dq = start_part(ds_smem, k, INDEX * HALF)
     dv, p = warpgroup_mma_wait(2, deps=(dv, p))
-    mbarrier.arrive(shared.dout.empty.index(0), count=1)
+    let_go(i, 1, DOUT_READ)
     dk, ds, dq = warpgroup_mma_wait(0, deps=(dk, ds, dq))
-    mbarrier.arrive(shared.q.empty.index(slot), count=1)
+    let_go(i, STAGES, Q_READ)
     hand_over_dq(dq, shared, 2 * i, INDEX)
     dq = start_part(ds_smem, k, INDEX * HALF + 64)
     dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -99,13 +96,13 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     DTYPE: gl.constexpr = dk_desc.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OUT_SLOTS: gl.constexpr = [2] + dk_desc.block_type.shape
-    out_smem = shared.dq.slots._reinterpret(DTYPE, OUT_SLOTS, dk_desc.layout).index(INDEX)
+    out_smem = shared.dq._reinterpret(DTYPE, OUT_SLOTS, dk_desc.layout).index(INDEX)
     tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE)
+        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, MODE, TILE)
         key0 = work.block * KEYS
         slope_log2 = 0.0
@@ -129,7 +126,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
                 it += 1
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         mbarrier.arrive(shared.v.empty.index(0), count=1)
-        mbarrier.wait(shared.dq.empty.index(INDEX), 1)  # the writer has read this tile's last part
+        mbarrier.wait(shared.dq_added.index(INDEX), 1)  # the writer has read this tile's last part
         publish(matrix(out_smem), (dk * scalars.softmax_scale).to(DTYPE))
         tma.async_copy_shared_to_global(dk_desc, rows_at(work.k, work.head, key0, MODE, INDEX * HALF), out_smem)
         tma.store_wait(0)

@@ -27,14 +27,6 @@ def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def sync_consumers():
-    """Both consumer warpgroups of a tile meet (named barrier 10; Triton itself takes the first few)."""
-    gl.inline_asm_elementwise(
-        "bar.sync 10, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def reciprocal(x):
     """1 / x to one unit in the last place but one; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -129,6 +121,7 @@ def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
     start_k = gl.load(pointers.cu_seqlens_k + batch)
     length_q = gl.load(pointers.cu_seqlens_q + batch + 1) - start_q
     length_k = gl.load(pointers.cu_seqlens_k + batch + 1) - start_k
+    length_k = gl.where(length_q > 0, length_k, 0)
     shift = length_k - length_q
     upper = shift + sizes.upper
     lower = shift + sizes.lower

@@ -36,7 +36,10 @@ def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, LAST_FIR
 
 @triton.jit
 def clear_kernel(out_ptr, lse_ptr, cu_seqlens_ptr, batch, total, nheads, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out (total, width) 0 and lse (nheads, total) -inf for tokens beyond the last offset; programs before it stop."""
+    """out (total, width) 0 and lse (nheads, total) -inf for tokens beyond the last offset; programs before it stop.
+
+    Without lse only out is written.
+    """
     end = tl.load(cu_seqlens_ptr + batch)
     first = tl.program_id(0) * ROWS
     if first + ROWS > end:
@@ -47,7 +50,8 @@ def clear_kernel(out_ptr, lse_ptr, cu_seqlens_ptr, batch, total, nheads, width, 
             at = out_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
             zeros = tl.zeros([ROWS, COLS], out_ptr.dtype.element_ty)
             tl.store(at, zeros, mask=beyond[:, None] & (cols < width)[None, :])
-        at_head = lse_ptr + rows
-        for _ in range(0, nheads):
-            tl.store(at_head, tl.full([ROWS], float("-inf"), tl.float32), mask=beyond)
-            at_head += total
+        if lse_ptr is not None:
+            at_head = lse_ptr + rows
+            for _ in range(0, nheads):
+                tl.store(at_head, tl.full([ROWS], float("-inf"), tl.float32), mask=beyond)
+                at_head += total

@@ -25,9 +25,12 @@ _FORWARD = {
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
 _BACKWARD = {
-    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64
+    # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
+    # before the exponentials, dk from registers and nothing across steps (-13 %), p rounded before ds to make room for
+    # k and v in registers or for dp before dq is handed over (-5 %), a second slot for k and v (-2 %)
     64: BackwardTile(128, 128, 64, 2, 2, 240),
-    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower
+    # dk and dv take 128 registers, which leaves room for score tiles of 64 x 64 alone; a third stage was slower, and so
+    # was p rounded before ds (-2 %)
     128: BackwardTile(64, 128, 128, 2, 2, 240),
     # half the channels for each consumer; shared memory has room for one dout
     256: BackwardTile(64, 64, 256, 2, 1, 240),
@@ -39,9 +42,9 @@ RATES = {
     ("forward", 64): 4.0e14,
     ("forward", 128): 6.0e14,
     ("forward", 256): 6.5e14,
-    ("backward", 64): 4.2e14,
-    ("backward", 128): 5.0e14,
-    ("backward", 256): 3.5e14,  # not measured yet: the model of shared memory traffic says 3.8e14
+    ("backward", 64): 4.9e14,
+    ("backward", 128): 5.3e14,
+    ("backward", 256): 4.0e14,
 }
 
 
@@ -49,7 +52,7 @@ def rate(problem: Problem) -> float:
     """FLOP/s of a pass, for choosing among backends."""
     backward = problem.derivative == "backward"
     measured = RATES["backward" if backward else "forward", block_of(max(problem.headdim, problem.headdim_v))]
-    # the cap's derivative spills hundreds of registers in every step of the backward
+    # the cap takes two more special functions and its derivative; not measured since its steps stopped spilling
     return measured / 2 if backward and problem.softcap else measured
 
 
@@ -125,3 +128,17 @@ def heads_in_flight(problem: Problem) -> int:
     bytes_of_head = max(1, problem.seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize)
     heads_k = max(1, L2_KEYS // bytes_of_head)
     return min(heads_k * problem.group, problem.batch * problem.nheads)
+
+
+def key_heads_in_flight(problem: Problem, heads: int, blocks: int, multiprocessors: int) -> int:
+    """Key heads, a divisor of ``heads``, whose tiles the backward draws together, the heaviest first.
+
+    A causal head's first tile is twice as heavy as its mean one. Drawn among the last it would leave the other
+    multiprocessors idle, so a group holds a wave and a half; a larger one would only need more of L2. Where all tiles
+    weigh the same, one head after the other needs the least.
+    """
+    mode = mode_of(problem)
+    if not mode.upper or mode.lower:
+        return 1
+    wanted = min(heads, -(-3 * multiprocessors // (2 * max(1, blocks))))
+    return next(count for count in range(wanted, heads + 1) if heads % count == 0)

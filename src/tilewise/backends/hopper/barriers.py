@@ -1,0 +1,72 @@
+"""The backward's hardware barriers: who tells whom, without a meeting of those who only tell.
+
+Triton's arrival at an mbarrier makes the four warps of a consumer meet first. At a named barrier a warp arrives and
+goes on, and only the side that waits stops. A barrier counts one round at a time, so an arrival must not come before
+the round ahead of it is over: where the arriving side may run ahead, two barriers take turns, one for each slot.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# of the 16 that a CTA has Triton takes one for each partition and one more
+MEETING = gl.constexpr(5)  # both consumers
+Q_READ = gl.constexpr(6)  # two slots: the consumers to the producer
+DOUT_READ = gl.constexpr(8)  # two slots: the consumers to the producer
+DQ_WRITTEN = gl.constexpr(10)  # one for each consumer, to the writer of dq
+DS_WRITTEN = gl.constexpr(12)  # two slots for each consumer, to the other
+
+CONSUMERS = gl.constexpr(256)  # threads
+CONSUMER_AND_WARP = gl.constexpr(128 + 32)
+CONSUMERS_AND_WARP = gl.constexpr(256 + 32)
+
+
+@gluon.jit
+def tell(barrier, threads):
+    """Arrive and go on. ``threads``: of both sides together."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [gl.to_tensor(barrier), gl.to_tensor(threads)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_all(barrier, threads):
+    """Arrive and wait for everyone else."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [gl.to_tensor(barrier), gl.to_tensor(threads)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def meet():
+    """Both consumers of a tile meet."""
+    await_all(MEETING, CONSUMERS)
+
+
+@gluon.jit
+def let_go(step, STAGES: gl.constexpr, READ: gl.constexpr):
+    """Consumer: the slot of this step has been read."""
+    tell(READ + step % STAGES, CONSUMERS_AND_WARP)
+
+
+@gluon.jit
+def await_slot(step, STAGES: gl.constexpr, READ: gl.constexpr):
+    """Producer: the slot that this step takes is empty."""
+    gl.static_assert(STAGES <= 2)
+    if step >= STAGES:
+        await_all(READ + step % STAGES, CONSUMERS_AND_WARP)
+
+
+@gluon.jit
+def tell_ds(step, INDEX: gl.constexpr):
+    """Consumer INDEX has written its half of this step's ds."""
+    tell(DS_WRITTEN + 2 * INDEX + step % 2, CONSUMERS)
+
+
+@gluon.jit
+def await_ds(step, INDEX: gl.constexpr):
+    """The other consumer has written its half of this step's ds."""
+    await_all(DS_WRITTEN + 2 * (1 - INDEX) + step % 2, CONSUMERS)
