@@ -32,6 +32,14 @@ def test_the_square_problems_are_twenty_with_both_passes():
     assert set(gpu_cases.CASES) >= gpu_cases.COMPILED_PER_SHAPE
 
 
+def test_every_case_is_a_step_and_what_is_worth_most_comes_first():
+    names = [name for name, _ in gpu.steps(SETTINGS)]
+    assert len(set(names)) == len(names)
+    assert names[1:21] == [case.name for case in gpu_cases.SQUARE]
+    assert {case.name for case in gpu_cases.CASES} <= set(names)
+    assert names[-1] == "first call of triton"
+
+
 def test_packed_lengths_and_their_twin():
     for case in gpu_cases.PACKED:
         assert len(case.lengths) == 21

@@ -125,9 +125,12 @@ def steps(settings: Settings) -> Iterator[Step]:
         return lambda: first_call.rows(backend)
 
     yield "matmul", lambda: [matmul_row()]
-    for case, passes in gpu_cases.CASES.items():
-        yield case.name, comparison(case, passes)
+    for case in gpu_cases.SQUARE:
+        yield case.name, comparison(case, gpu_cases.BOTH)
     yield "host cost of a warm call", lambda: host.rows(settings.names)
     yield "GPT layer", lambda: layer.rows(settings.backends, settings.seconds)
+    for case, passes in gpu_cases.CASES.items():
+        if case not in gpu_cases.SQUARE:
+            yield case.name, comparison(case, passes)
     for backend in settings.backends:
         yield f"first call of {backend}", compiling(backend)

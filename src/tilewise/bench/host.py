@@ -12,7 +12,7 @@ import torch
 from tilewise.bench import contenders, gpu_cases
 
 CALLS = 150  # few enough that the launches of a forward and its backward fit in the driver's queue
-REPEATS = 5
+REPEATS = 7
 PASSES = ("without grad", "with grad", "forward and backward")
 
 
