@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FOUNDATION = frozenset({"errors", "problem", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
+FOUNDATION = frozenset({"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
 BELOW_OPS = FOUNDATION | {"dispatch"}
 BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "explain"}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}
@@ -18,13 +18,15 @@ APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "t
 # The longest name that fits speaks for a module. A module may always import from its own room.
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "problem": frozenset({"errors"}),
+    "problem": frozenset({"errors", "descale"}),
+    "descale": frozenset(),
     "rng": frozenset({"errors"}),
     "device": frozenset({"errors"}),
     "states": frozenset({"errors"}),
     "masks": frozenset({"errors", "problem"}),
-    "inputs": frozenset({"errors", "problem", "masks", "rng"}),
+    "inputs": frozenset({"errors", "problem", "descale", "masks", "rng"}),
     "scores": frozenset({"errors", "problem", "inputs"}),
+    "quantize": frozenset({"errors", "descale"}),
     "iomodel": frozenset({"errors", "problem", "inputs", "masks", "scores", "device"}),
     "backends": FOUNDATION | {"dispatch.backend"},
     "dispatch": FOUNDATION,

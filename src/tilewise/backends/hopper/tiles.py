@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Mode, Scalars
+from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
 from tilewise.masks import band
 from tilewise.problem import Problem
 
@@ -23,6 +23,13 @@ _FORWARD = {
     (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, own_out=False),
     # k tiles of 256 channels in which 192 are real
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
+}
+_FP8 = {
+    #                 n   d   dv  st v_st cons turners regs small parts promote q_in_registers
+    (64, 64): Fp8Tile(128, 64, 64, 4, 2, 2, 2, 232, 40, 1, True, True),
+    (128, 128): Fp8Tile(128, 128, 128, 3, 2, 2, 2, 232, 40, 1, True, True),
+    (256, 256): Fp8Tile(128, 256, 256, 2, 1, 2, 2, 232, 40, 4, True, False),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 2, 2, 232, 40, 1, True, False),
 }
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
@@ -66,6 +73,13 @@ def forward_tile(problem: Problem) -> ForwardTile:
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     side = max(block_d, block_dv)
     return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
+
+
+def fp8_tile(problem: Problem) -> Fp8Tile:
+    """The fp8 forward's tile."""
+    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    side = max(block_d, block_dv)
+    return (_FP8.get((block_d, block_dv)) or _FP8[side, side])._replace(columns=problem.headdim_v)
 
 
 def backward_tile(problem: Problem) -> BackwardTile:
