@@ -7,6 +7,11 @@ import torch
 FP8 = torch.float8_e4m3fn
 
 
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of out: the inputs', bf16 for fp8 inputs."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
 def spread(descale: torch.Tensor, heads: int, ndim: int = 4) -> torch.Tensor:
     """A descale of one number, (nheads_k,) or (batch, nheads_k) beside (batch, seqlen, heads, dim) or (total, heads, dim).
 

@@ -1,4 +1,4 @@
-"""e4m3 inputs with descales: checked, and an operator of their own, so that other calls carry nothing of them."""
+"""e4m3 inputs with descales: checked, and brought to the form every backend takes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise import ops
 from tilewise.descale import FP8
-from tilewise.device import device_facts
-from tilewise.dispatch import registry
-from tilewise.dispatch.choose import choose
 from tilewise.errors import InvalidInput, InvalidType
-from tilewise.inputs import Arguments, Inputs, describe, validate
+from tilewise.inputs import DESCALES, Arguments, Inputs, describe
 from tilewise.problem import Problem
 
 Descale = torch.Tensor | float | None
@@ -30,7 +26,7 @@ class Descales(NamedTuple):
 NONE = Descales()
 
 
-def _tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | None:
+def as_tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | None:
     """A descale as a tensor beside q, its kind checked."""
     if descale is None:
         return None
@@ -73,41 +69,7 @@ def describe_scaled(arguments: Arguments, descales: Sequence[Any]) -> tuple[Prob
     """
     problem, inputs = describe(arguments)
     given = {}
-    for letter, descale in zip("qkv", descales, strict=True):
-        name = f"{letter}_descale"
-        given[name] = _per_head(name, _tensor(name, descale, arguments), problem, arguments)
+    for name, descale in zip(DESCALES, descales, strict=True):
+        given[name] = _per_head(name, as_tensor(name, descale, arguments), problem, arguments)
     names = tuple(name[0] for name, descale in given.items() if descale is not None)
     return problem.replace(descales=names), inputs.replace(**given)
-
-
-def _forward(*flat: Any) -> ops.State:
-    """(out, lse) of the chosen backend, both contiguous."""
-    arguments = ops.arguments_of(flat[3:])
-    problem, inputs = describe_scaled(arguments, flat[:3])
-    name = choose(problem, device_facts(arguments.q.device), arguments.backend).name
-    backend = registry.load("reference" if problem.is_empty else name)
-    with torch._C._DisableAutocast():
-        out, lse = backend.forward(problem, inputs)
-    return out.contiguous(), lse.contiguous()
-
-
-def _fake(*flat: Any) -> ops.State:
-    arguments = ops.arguments_of(flat[3:])
-    validate(arguments)
-    return ops.empty_state(arguments)
-
-
-def forward(arguments: Arguments, descales: Descales) -> ops.State:
-    """(out, lse) of real values = stored x descale.
-
-    Raises:
-        InvalidInput, InvalidType: as ``describe_scaled``.
-        UnsupportedProblem: a gradient is asked for, or no backend runs the rest.
-    """
-    named = zip("qkv", descales, strict=True)
-    tensors = [_tensor(f"{letter}_descale", descale, arguments) for letter, descale in named]
-    state: ops.State = torch.ops.tilewise.forward_fp8.default(*tensors, *arguments)
-    return state
-
-
-ops.register("forward_fp8", f"Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, {ops.ARGUMENTS}", _forward, _fake)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewise.descale import FP8
+from tilewise.descale import FP8, out_dtype
 
 GRAD_NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 DERIVATIVES = ("forward", "backward", "jvp", "second")
@@ -92,7 +92,7 @@ class Problem:
     @property
     def out_dtype(self) -> torch.dtype:
         """dtype of out: the inputs', bf16 for fp8 inputs."""
-        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+        return out_dtype(self.dtype)
 
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed."""

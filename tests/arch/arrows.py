@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 FOUNDATION = frozenset({"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
 BELOW_OPS = FOUNDATION | {"dispatch"}
-BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "explain"}
+BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "fp8", "quantize", "explain"}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}
 APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "textbook", "bench", "demo"}
 
@@ -25,17 +25,18 @@ ALLOWED: dict[str, frozenset[str]] = {
     "states": frozenset({"errors"}),
     "masks": frozenset({"errors", "problem"}),
     "inputs": frozenset({"errors", "problem", "descale", "masks", "rng"}),
+    "fp8": frozenset({"errors", "problem", "descale", "inputs"}),
     "scores": frozenset({"errors", "problem", "inputs"}),
     "quantize": frozenset({"errors", "descale"}),
     "iomodel": frozenset({"errors", "problem", "inputs", "masks", "scores", "device"}),
     "backends": FOUNDATION | {"dispatch.backend"},
     "dispatch": FOUNDATION,
-    "options": frozenset({"errors", "problem", "dispatch"}),
+    "options": frozenset({"errors", "problem", "descale", "dispatch"}),
     "arguments": frozenset({"errors", "inputs", "options"}),
     "batching": frozenset({"inputs", "problem"}),
-    "ops": BELOW_OPS | {"batching"},
+    "ops": BELOW_OPS | {"batching", "fp8"},
     "autograd": BELOW_OPS | {"ops"},
-    "explain": BELOW_OPS,
+    "explain": BELOW_OPS | {"fp8"},
     "functional": BELOW_FUNCTIONAL,
     "tilewise": BELOW_FUNCTIONAL | {"functional"},
     "testing": PUBLIC,
