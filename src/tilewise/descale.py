@@ -13,7 +13,7 @@ def out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def spread(descale: torch.Tensor, heads: int, ndim: int = 4) -> torch.Tensor:
-    """A descale of one number, (nheads_k,) or (batch, nheads_k) beside (batch, seqlen, heads, dim) or (total, heads, dim).
+    """A descale (one number, (nheads_k,) or (batch, nheads_k)) beside a (batch, seqlen, heads, dim) or packed tensor.
 
     Query heads that share a key head share its number.
     """

@@ -36,20 +36,20 @@ def as_tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | N
         raise InvalidType(f"{name}: must be a number, a torch.Tensor or None, got {type(descale).__name__}")
     if descale.dtype != torch.float32:
         raise InvalidType(f"{name}: dtype is {str(descale.dtype).removeprefix('torch.')}, must be float32")
+    if descale.device != arguments.q.device:
+        raise InvalidInput(f"{name}: is on {descale.device}, must be on q's device, {arguments.q.device}")
     if descale.requires_grad and torch.is_grad_enabled():
         raise InvalidInput(f"{name}: requires grad, but fp8 has no gradient; detach it")
     return descale
 
 
-def _per_head(name: str, descale: torch.Tensor | None, problem: Problem, arguments: Arguments) -> torch.Tensor | None:
+def _per_head(name: str, descale: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
     """A descale as (batch, nheads_k), a view."""
     if descale is None:
         return None
     if problem.dtype != FP8:
         has = str(problem.dtype).removeprefix("torch.")
         raise InvalidInput(f"{name}: is for float8_e4m3fn inputs, q is {has}; multiply the inputs by it instead")
-    if descale.device != arguments.q.device:
-        raise InvalidInput(f"{name}: is on {descale.device}, must be on q's device, {arguments.q.device}")
     sizes = (problem.batch, problem.nheads_k)
     if descale.numel() == 1:
         return descale.reshape(1, 1).expand(sizes)
@@ -70,6 +70,6 @@ def describe_scaled(arguments: Arguments, descales: Sequence[Any]) -> tuple[Prob
     problem, inputs = describe(arguments)
     given = {}
     for name, descale in zip(DESCALES, descales, strict=True):
-        given[name] = _per_head(name, as_tensor(name, descale, arguments), problem, arguments)
+        given[name] = _per_head(name, as_tensor(name, descale, arguments), problem)
     names = tuple(name[0] for name, descale in given.items() if descale is not None)
     return problem.replace(descales=names), inputs.replace(**given)

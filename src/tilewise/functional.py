@@ -105,8 +105,8 @@ def attention(
             or raises, it never falls back.
 
     Returns:
-        out (batch, seqlen_q, nheads, headdim_v) in q's dtype, bf16 for fp8. A query that sees no key gives exactly 0, and its
-        gradients are exactly 0.
+        out (batch, seqlen_q, nheads, headdim_v) in q's dtype, bf16 for fp8. A query that sees no key gives exactly 0,
+        and its gradients are exactly 0.
 
     Raises:
         InvalidInput (a ValueError), InvalidType (also a TypeError): naming the argument, what it was, what it must be.
@@ -193,7 +193,7 @@ def attention_varlen(
         cu_seqlens_k: the same for k and v; default cu_seqlens_q.
         max_seqlen: the longest sequence, an int, a one-element tensor, or a pair of these for q and k; optional.
         causal, window_size, softcap, alibi_slopes, sink, dropout_p, dropout_seed, softmax_scale, q_descale, k_descale,
-        v_descale, deterministic, backend: as in ``attention``, each sequence on its own; batch is the number of sequences.
+        v_descale, deterministic, backend: as in ``attention``, each sequence on its own; batch is their number.
 
     Returns:
         out (total_q, nheads, headdim_v); 0 for tokens beyond the last offset and for queries that see no key.

@@ -55,7 +55,8 @@ class Inputs(NamedTuple):
     q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
     headdim_v), or (total, nheads, dim) with cu_seqlens (batch + 1,). bias and mask are 4-D views that broadcast to
     (batch, nheads, seqlen_q, seqlen_k). alibi_slopes and sink are (batch, nheads) in the state dtype. segments are
-    (batch, seqlen). The descales of fp8 are (batch, nheads_k) in fp32. dropout_seed is a 0-dim int64. ``batch_offset`` is added to the batch index in dropout's counter.
+    (batch, seqlen). The descales of fp8 are (batch, nheads_k) in fp32. dropout_seed is a 0-dim int64. ``batch_offset``
+    is added to the batch index in dropout's counter.
     """
 
     q: torch.Tensor
@@ -426,7 +427,10 @@ def sequences(problem: Problem, inputs: Inputs) -> Iterator[PackedSequence]:
             v=inputs.v[None, tokens_k],
             alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes[index : index + 1],
             sink=None if inputs.sink is None else inputs.sink[index : index + 1],
-            **{name: None if (given := getattr(inputs, name)) is None else given[index : index + 1] for name in DESCALES},
+            **{
+                name: None if (given := getattr(inputs, name)) is None else given[index : index + 1]
+                for name in DESCALES
+            },
             cu_seqlens_q=None,
             cu_seqlens_k=None,
             batch_offset=inputs.batch_offset + index,

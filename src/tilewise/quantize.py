@@ -84,7 +84,7 @@ def rotation(headdim: int, seed: int, device: torch.device | str = "cpu") -> tor
         hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (headdim,), generator=generator) * 2.0 - 1.0
-    matrix = torch.block_diag(*[hadamard / math.sqrt(size)] * (headdim // size))
+    matrix = torch.kron(torch.eye(headdim // size), hadamard / math.sqrt(size))
     return (signs[:, None] * matrix).to(device)
 
 
@@ -100,4 +100,4 @@ def _stored(tensor: torch.Tensor, nheads_k: int, scales: str) -> tuple[torch.Ten
 def _largest_of_heads(real: torch.Tensor, nheads_k: int) -> torch.Tensor:
     """(batch, nheads_k), packed (nheads_k,)."""
     by_head = real.abs().amax((-3, -1))
-    return by_head.unflatten(-1, (nheads_k, -1)).amax(-1)
+    return by_head.reshape(*by_head.shape[:-1], nheads_k, -1).amax(-1)

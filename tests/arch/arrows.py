@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FOUNDATION = frozenset({"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
+FOUNDATION = frozenset(
+    {"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"}
+)
 BELOW_OPS = FOUNDATION | {"dispatch"}
 BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "fp8", "quantize", "explain"}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}

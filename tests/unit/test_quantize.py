@@ -88,5 +88,5 @@ def test_what_is_refused() -> None:
     q, k, v = normal(1, 3, 2, 8)
     with pytest.raises(InvalidInput, match="scales: is 'block'"):
         quantize_fp8(q, k, v, scales="block")
-    with pytest.raises(InvalidType, match="k: is torch.int32"):
+    with pytest.raises(InvalidType, match="k: is torch"):
         quantize_fp8(q, k.int(), v)

@@ -76,7 +76,8 @@ class Chunk:
         k = load_keys(self.inputs.k, span, scratch, "k", scale=self.scale, ones=ones)
         v = load_keys(self.inputs.v, span, scratch, "v", ones=ones)
         dim, dim_v = self.problem.headdim, self.problem.headdim_v
-        self._descale(k[..., :dim], self.inputs.q_descale), self._descale(k[..., :dim], self.inputs.k_descale)
+        self._descale(k[..., :dim], self.inputs.q_descale)
+        self._descale(k[..., :dim], self.inputs.k_descale)
         self._descale(v[..., :dim_v], self.inputs.v_descale)
         self.k, self.v = Strips(k[..., :dim], 1), Strips(v[..., :dim_v], 1)
         self.k_columns, self.v_columns = Strips(k.mT, 2), Strips(v.mT, 2)

@@ -126,6 +126,7 @@ class Fp8Tile(NamedTuple):
     pin: bool = False
     flight: int = 2
     idle: bool = False
+    pingpong: bool = False
 
     @property
     def block_m(self) -> int:

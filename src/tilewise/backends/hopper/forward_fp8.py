@@ -240,8 +240,30 @@ def times_rows(o, factor):
 
 
 @gluon.jit
+def own_turn(INDEX: gl.constexpr):
+    """Waits until the other consumer has started its products."""
+    if INDEX == 0:
+        gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+
+
+@gluon.jit
+def others_turn(INDEX: gl.constexpr):
+    """Lets the other consumer start its products."""
+    if INDEX == 0:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 8, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+
+
+@gluon.jit
 def block_step(block, it, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars,
-               MODE: gl.constexpr, TILE: gl.constexpr):
+               INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """One block: its scores are computed while the block before is multiplied with v, then its softmax.
 
     ``rescale`` is due to ``o`` before the product of the block before is added.
@@ -249,8 +271,12 @@ def block_step(block, it, q, o, p, rescale, row_max, row_sum, k_ring, v_ring, ro
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
     S_LAYOUT: gl.constexpr = row_max.type.layout.parent
+    if TILE.pingpong:
+        own_turn(INDEX)
     s = scores(q, k_ring, it + 1, STAGES, S_LAYOUT, BLOCK_N)
     pv = weighted(p, o, v_ring, it, STAGES, TILE.promote)
+    if TILE.pingpong:
+        others_turn(INDEX)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_ring.empty.index((it + 1) % STAGES), count=1)
     p_new, rescale_new, row_max, row_sum = block_softmax(
@@ -338,7 +364,8 @@ def finish(row_max, row_sum, sink_log2, v_descale, pointers, work, row0, sizes, 
 
 
 @gluon.jit
-def overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, MODE: gl.constexpr, TILE: gl.constexpr):
+def overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, INDEX: gl.constexpr,
+               MODE: gl.constexpr, TILE: gl.constexpr):
     """A tile's blocks, each product with v under the next scores; returns unscaled out and the softmax state."""
     STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -357,7 +384,8 @@ def overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, M
     p = as_words(p)
     for t in range(1, blocks.last - blocks.first):
         o, p, rescale, row_max, row_sum = block_step(blocks.last - 1 - t, it, q, o, p, rescale, row_max, row_sum, k_ring,
-                                                     v_ring, row0, blocks, slope_log2, work, scalars, MODE, TILE)
+                                                     v_ring, row0, blocks, slope_log2, work, scalars, INDEX, MODE,
+                                                     TILE)
         it += 1
     pv = weighted(p, o, v_ring, it, STAGES, TILE.promote)
     pv = warpgroup_mma_wait(0, deps=(pv,))
@@ -370,10 +398,17 @@ def overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, M
 
 
 @gluon.jit
-def part(p, v_ring, slot, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
-    """Starts p v for 64 channels of v."""
+def part(p, v_ring, slot, INDEX: gl.constexpr, registers):
+    """Starts p v for 64 channels of v, in the ``registers`` of what is no longer needed."""
     v = v_ring.slots.index(slot).slice(64 * INDEX, 64, 0).permute((1, 0))
-    return warpgroup_mma(p, v, gl.zeros([64, 64], gl.float32, layout=LAYOUT), use_acc=False, is_async=True)
+    return warpgroup_mma(p, v, registers, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def halves(s, LAYOUT: gl.constexpr):
+    """The columns of a tile of scores, 64 and 64."""
+    a, b = gl.split(s.reshape([64, 2, 64]).permute([0, 2, 1]))
+    return gl.convert_layout(a, LAYOUT, assert_trivial=True), gl.convert_layout(b, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -392,30 +427,31 @@ def step_in_parts(block, it, q, o0, o1, o2, o3, row_max, row_sum, k_ring, v_ring
     p, rescale, row_max, row_sum = block_softmax(
         s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE
     )
+    left, right = halves(p, O_LAYOUT)
     p = as_operand(as_words(p), P_LAYOUT)
     mbarrier.wait(v_ring.full.index(slot), (it // STAGES) & 1)
     if TILE.flight == 2:
-        pv0 = part(p, v_ring, slot, 0, O_LAYOUT)
-        pv1 = part(p, v_ring, slot, 1, O_LAYOUT)
+        pv0 = part(p, v_ring, slot, 0, left)
+        pv1 = part(p, v_ring, slot, 1, right)
         pv0 = warpgroup_mma_wait(1, deps=(pv0,))
         o0 = times_rows(o0, rescale) + pv0
-        pv2 = part(p, v_ring, slot, 2, O_LAYOUT)
+        pv2 = part(p, v_ring, slot, 2, pv0)
         pv1 = warpgroup_mma_wait(1, deps=(pv1,))
         o1 = times_rows(o1, rescale) + pv1
-        pv3 = part(p, v_ring, slot, 3, O_LAYOUT)
+        pv3 = part(p, v_ring, slot, 3, pv1)
         pv2 = warpgroup_mma_wait(1, deps=(pv2,))
         o2 = times_rows(o2, rescale) + pv2
         pv3 = warpgroup_mma_wait(0, deps=(pv3,))
         mbarrier.arrive(v_ring.empty.index(slot), count=1)
         o3 = times_rows(o3, rescale) + pv3
     else:
-        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 0, O_LAYOUT),))
+        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 0, left),))
         o0 = times_rows(o0, rescale) + pv
-        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 1, O_LAYOUT),))
+        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 1, pv),))
         o1 = times_rows(o1, rescale) + pv
-        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 2, O_LAYOUT),))
+        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 2, pv),))
         o2 = times_rows(o2, rescale) + pv
-        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 3, O_LAYOUT),))
+        pv = warpgroup_mma_wait(0, deps=(part(p, v_ring, slot, 3, pv),))
         mbarrier.arrive(v_ring.empty.index(slot), count=1)
         o3 = times_rows(o3, rescale) + pv
     return o0, o1, o2, o3, row_max, row_sum
@@ -452,6 +488,8 @@ def consumer(q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, INDEX: g
     tile = gl.program_id(0)
     n = 0
     it = 0
+    if TILE.pingpong and INDEX == 1:
+        others_turn(INDEX)
     while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
         blocks = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
@@ -478,7 +516,8 @@ def consumer(q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, INDEX: g
             fence_async_shared()
             mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
         if TILE.parts == 1:
-            o, row_max, row_sum = overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, real, MODE, TILE)
+            o, row_max, row_sum = overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, real, INDEX, MODE,
+                                             TILE)
         else:
             o0, o1, o2, o3, row_max, row_sum = in_parts(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, real,
                                                         MODE, TILE)

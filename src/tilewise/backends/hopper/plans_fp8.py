@@ -7,12 +7,17 @@ import torch
 from tilewise.backends.hopper import plans, tiles
 from tilewise.backends.hopper.arguments import Descale, Fp8Pointers
 from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
-from tilewise.backends.hopper.launch import current_stream, dense_map, packed_map, ticket
+from tilewise.backends.hopper.launch import Launch, current_stream, dense_map, multiprocessors, packed_map, ticket
+from tilewise.backends.hopper.schedule import clear_kernel
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
 OUT = torch.bfloat16
+
+
+def _descales_of(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
+    return inputs.q_descale, inputs.k_descale, inputs.v_descale
 
 
 def _descale(tensor: torch.Tensor | None) -> Descale | None:
@@ -48,25 +53,16 @@ class Fp8ForwardPlan:
         if varlen:
             self.table = plans.Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
             self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
-            arguments = (like, fp32, int32, *self.clear_tail, 32, 128)
-            self.clear = plans.Launch(plans.clear_kernel, -(-problem.total_q // 32), arguments)
+            likes = (like, fp32, int32)
+            self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
         self.sizes = plans.forward_sizes(problem, tile, self.table.slots if self.table else 0)
-        pointers = Fp8Pointers(
-            int32,
-            fp32,
-            like,
-            *(None if t is None else Descale(fp32, 0, 0) for t in self._descales(inputs)),
-            fp32 if problem.alibi else None,
-            fp32 if problem.sink else None,
-            *(int32 if varlen else None for _ in range(3)),
-        )
-        grid = min(plans.multiprocessors(inputs.q.get_device()), self.sizes.tiles)
+        scaled = (None if t is None else Descale(fp32, 0, 0) for t in _descales_of(inputs))
+        extras = (fp32 if problem.alibi else None, fp32 if problem.sink else None)
+        packed = (int32 if varlen else None for _ in range(3))
+        pointers = Fp8Pointers._make((int32, fp32, like, *scaled, *extras, *packed))
+        grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         arguments = (*self.maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
-        self.launch = plans.Launch(forward_fp8_kernel, grid, arguments)
-
-    @staticmethod
-    def _descales(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
-        return inputs.q_descale, inputs.k_descale, inputs.v_descale
+        self.launch = Launch(forward_fp8_kernel, grid, arguments)
 
     def run(self, inputs: Inputs) -> State:
         """(out, lse) on the current stream."""
@@ -83,21 +79,14 @@ class Fp8ForwardPlan:
         slopes, sink = plans._contiguous(inputs.alibi_slopes), plans._contiguous(inputs.sink)
         q_map, k_map, v_map = self.maps
         skip_k, skip_v = self.skip
-        pointers = Fp8Pointers(
-            ticket(stream, index),
-            lse.data_ptr(),
-            out.data_ptr(),
-            *(_descale(t) for t in self._descales(inputs)),
-            plans._address(slopes),
-            plans._address(sink),
-            *map(plans._address, packed),
-        )
+        scaled = map(_descale, _descales_of(inputs))
+        extras = map(plans._address, (slopes, sink, *packed))
         self.launch(
             stream,
             q_map.at(q.data_ptr()),
             k_map.at(inputs.k.data_ptr() + skip_k),
             v_map.at(inputs.v.data_ptr() + skip_v),
-            pointers,
+            (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, *extras),
             self.sizes,
             self.scalars,
         )
