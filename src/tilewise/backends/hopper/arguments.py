@@ -114,19 +114,13 @@ class Fp8Tile(NamedTuple):
     block_d: int
     block_dv: int
     stages: int  # of k and of the transposed v
-    v_stages: int  # of v as it is stored
     consumers: int
-    turners: int  # warps that transpose v
+    turners: int  # warps that transpose v, each with a slot for v as it is stored
     registers: int  # of a consumer's thread
     small_registers: int  # of the other warps' threads
     parts: int  # of the channels of out: 1, multiplied under the next scores, or parts of 64, multiplied after them
-    promote: bool  # the products with v are summed in fp32 registers, block by block
-    q_in_registers: bool
+    alternate: bool = False  # consumers start their products in turns
     columns: int = 0  # headdim_v
-    pin: bool = False
-    flight: int = 2
-    idle: bool = False
-    pingpong: bool = False
 
     @property
     def block_m(self) -> int:

@@ -25,11 +25,10 @@ _FORWARD = {
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
 _FP8 = {
-    #                 n   d   dv  st v_st cons turners regs small parts promote q_in_registers
-    (64, 64): Fp8Tile(128, 64, 64, 4, 2, 2, 2, 232, 40, 1, True, True),
-    (128, 128): Fp8Tile(128, 128, 128, 3, 2, 2, 2, 232, 40, 1, True, True),
-    (256, 256): Fp8Tile(128, 256, 256, 2, 1, 2, 2, 232, 40, 4, True, False),
-    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 2, 2, 232, 40, 1, True, False),
+    (64, 64): Fp8Tile(128, 64, 64, 4, 3, 3, 160, 32, 1),
+    (128, 128): Fp8Tile(128, 128, 128, 3, 2, 3, 232, 40, 1),
+    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 2, 240, 24, 4),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 2, 232, 40, 1),
 }
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
