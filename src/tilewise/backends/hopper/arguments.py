@@ -115,11 +115,9 @@ class Fp8Tile(NamedTuple):
     block_dv: int
     stages: int  # of k and of the transposed v
     consumers: int
-    turners: int  # warps that transpose v, each with a slot for v as it is stored
     registers: int  # of a consumer's thread
     small_registers: int  # of the other warps' threads
     parts: int  # of the channels of out: 1, multiplied under the next scores, or parts of 64, multiplied after them
-    alternate: bool = False  # consumers start their products in turns
     columns: int = 0  # headdim_v
 
     @property

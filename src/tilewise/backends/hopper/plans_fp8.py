@@ -49,7 +49,7 @@ class Fp8ForwardPlan:
             make(v, tile.block_n, tile.block_dv),
         )
         self.table = None
-        like, fp32, int32 = plans._like(OUT), plans._like(torch.float32), plans._like(torch.int32)
+        like, fp32, int32 = plans.stand_in(OUT), plans.stand_in(torch.float32), plans.stand_in(torch.int32)
         if varlen:
             self.table = plans.Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
             self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
@@ -73,14 +73,14 @@ class Fp8ForwardPlan:
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
         if self.table is not None:
-            cu_q, cu_k = plans._offsets(inputs)
+            cu_q, cu_k = plans.offsets_of(inputs)
             packed = (cu_q, cu_k, self.table.make(stream, cu_q))
             self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
-        slopes, sink = plans._contiguous(inputs.alibi_slopes), plans._contiguous(inputs.sink)
+        slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
         q_map, k_map, v_map = self.maps
         skip_k, skip_v = self.skip
         scaled = map(_descale, _descales_of(inputs))
-        extras = map(plans._address, (slopes, sink, *packed))
+        extras = map(plans.address_of, (slopes, sink, *packed))
         self.launch(
             stream,
             q_map.at(q.data_ptr()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -73,7 +75,7 @@ def times_rows(o, factor):
 
 
 @gluon.constexpr_function
-def row_layout(cols):
+def row_layout(cols: int) -> Any:
     """64 rows over a warpgroup, four neighbouring channels a thread."""
     far = [[0, 1 << bit] for bit in range(4, cols.bit_length() - 1)]
     return gl.DistributedLinearLayout(

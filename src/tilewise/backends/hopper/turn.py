@@ -9,18 +9,21 @@ which a thread holds its scores, and the channels of each 16 so that a thread's 
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.backends.hopper.primitives import count_tiles, key_blocks, locate, matrix, read_ticket
 
+TURNERS = gl.constexpr(2)  # warps that transpose; a third made nothing faster
 KEYS = gl.constexpr(32)  # what one warp turns at a time
 DIM = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def turn_layout(keys, pairs):
+def turn_layout(keys: int, pairs: int) -> Any:
     """Registers of a part of v in one warp, as pairs of channels: what ldmatrix.trans gives.
 
     A thread's first four registers are two neighbouring keys and the same two eight keys on.
@@ -57,13 +60,12 @@ def turn(raw, turned):
 
 @gluon.jit
 def turner(raw_ring, v_ring, tickets, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """One warp of those that transpose v: every ``TILE.turners``-th block, out of a slot of its own.
+    """One warp of those that transpose v: every TURNERS-th block, out of a slot of its own.
 
-    It waits for a phase of a slot that it, or a block before its last one, has seen the phase before of: a barrier tells
-    only odd phases from even ones. So there are as many slots of raw as turners, and at least as many of v.
+    A barrier tells only odd phases of a slot from even ones, so whoever waits must know that the phase before is over.
+    So there are as many slots of raw as turners, and at least as many of v.
     """
     STAGES: gl.constexpr = TILE.stages
-    TURNERS: gl.constexpr = TILE.turners
     tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
     n = 0
