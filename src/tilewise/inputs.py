@@ -71,10 +71,10 @@ class Inputs(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     dropout_seed: torch.Tensor | None = None
-    batch_offset: int = 0
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
+    batch_offset: int = 0
 
     def replace(self, **changes: Any) -> Inputs:
         """A copy with some tensors changed."""
