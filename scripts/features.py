@@ -38,6 +38,7 @@ FEATURES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "bf16": ({"dtype": torch.bfloat16}, QKV),
     "fp16": ({"dtype": torch.float16}, QKV),
     "fp64": ({"dtype": torch.float64}, QKV),
+    "fp8 (e4m3) with descales": ({"dtype": torch.float8_e4m3fn, "descales": QKV}, QKV),
     "GQA, MQA": ({"nheads_k": 2}, QKV),
     "headdim 1": ({"headdim": 1, "headdim_v": 1}, QKV),
     "headdim 80": ({"headdim": 80, "headdim_v": 80}, QKV),

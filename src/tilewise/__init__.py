@@ -12,6 +12,7 @@ from tilewise.functional import (
     merge_states,
     use_backend,
 )
+from tilewise.quantize import Quantized, quantize_fp8
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Explanation",
     "InvalidInput",
     "InvalidType",
+    "Quantized",
     "UnsupportedProblem",
     "attention",
     "attention_varlen",
@@ -27,5 +29,6 @@ __all__ = [
     "explain",
     "explain_varlen",
     "merge_states",
+    "quantize_fp8",
     "use_backend",
 ]

@@ -1,7 +1,8 @@
 """Batching rules: a vmapped call folds the new dimension into the batch, and runs as one call.
 
-Two kinds of call are run sample by sample instead: packed ones, whose offsets may differ, and those with dropout,
-whose numbers depend on the batch index, so that folding would drop other pairs than the same call in a loop.
+Three kinds of call are run sample by sample instead: packed ones, whose offsets may differ, those with dropout, whose
+numbers depend on the batch index, so that folding would drop other pairs than the same call in a loop, and those with
+descales.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tilewise.problem import GRAD_NAMES
 _TANGENTS = tuple(f"{name}_tangent" for name in GRAD_NAMES)
 _FIELDS = {
     "forward": Arguments._fields,
+    "forward_fp8": ("q_descale", "k_descale", "v_descale", *Arguments._fields),
     "backward": ("dout", "dlse", "out", "lse", *Arguments._fields),
     "jvp": (*_TANGENTS, "out", "lse", *Arguments._fields),
     "second": (*_TANGENTS, "dout", "dlse", "out", "lse", *Arguments._fields),
@@ -112,7 +114,8 @@ def rule(name: str) -> Callable[..., Any]:
 
     def batched(info: Any, in_dims: Any, *flat: Any) -> Any:
         arguments = dict(zip(_FIELDS[name], flat, strict=True))
-        if arguments["cu_seqlens_q"] is not None or arguments["dropout_p"]:
+        alone = name == "forward_fp8" or arguments["cu_seqlens_q"] is not None or arguments["dropout_p"]
+        if alone:
             results = _one_by_one(getattr(torch.ops.tilewise, name).default, info.batch_size, in_dims, flat)
         else:
             results = _folded(name, info.batch_size, in_dims, flat)

@@ -12,6 +12,7 @@ from tilewise.device import DeviceFacts, device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.choose import Trace, survey
 from tilewise.errors import InvalidInput, InvalidType
+from tilewise.fp8 import NONE, Descales, describe_scaled
 from tilewise.inputs import Arguments, describe
 from tilewise.iomodel import flops, memory, pairs
 from tilewise.masks import TileCounts
@@ -127,9 +128,11 @@ def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor
         ) from error
 
 
-def explain_arguments(arguments: Arguments, device: str | torch.device | DeviceFacts | None) -> Explanation:
+def explain_arguments(
+    arguments: Arguments, device: str | torch.device | DeviceFacts | None, descales: Descales = NONE
+) -> Explanation:
     """The explanation of one call's arguments on ``device``, q's own if None (the CPU for meta tensors)."""
-    problem, inputs = describe(arguments)
+    problem, inputs = describe(arguments) if descales == NONE else describe_scaled(arguments, descales)
     facts = _facts(device, arguments.q)
     problem = problem.replace(device_type=facts.type)
     name, trace = survey(problem, facts, arguments.backend)

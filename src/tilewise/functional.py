@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilewise import autograd, options
+from tilewise import autograd, ops, options
 from tilewise.arguments import OPEN, Causal, MaxSeqlen, Segments, Window, dense_arguments, varlen_arguments
 from tilewise.device import DeviceFacts
 from tilewise.dispatch import registry
 from tilewise.explain import Explanation as Explanation
 from tilewise.explain import explain_arguments
+from tilewise.fp8 import Descale, Descales
 from tilewise.states import merge_states as merge_states
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -49,6 +50,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -72,7 +76,8 @@ def attention(
           i 2   x x x x x                   i 2   x x x . .           i 2   . . . x x
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim); fp64, fp32, bf16 or fp16; any strides, any length from 0, headdim >= 1.
+        q: (batch, seqlen_q, nheads, headdim); fp64, fp32, bf16, fp16 or float8_e4m3fn; any strides, any length
+            from 0, headdim >= 1.
         k: (batch, seqlen_k, nheads_k, headdim), same dtype; nheads must be a multiple of nheads_k (GQA, MQA).
         v: (batch, seqlen_k, nheads_k, headdim_v), same dtype; headdim_v may differ from headdim.
         causal: True or "bottom_right": key j is visible to query i iff j <= i + seqlen_k - seqlen_q; "top_left": iff
@@ -92,13 +97,16 @@ def attention(
         dropout_seed: int or one-element int64 tensor; the same seed drops the same pairs on every backend. None draws
             one from torch's generator, only if dropout_p > 0.
         softmax_scale: default headdim ** -0.5; any finite number, 0 and negatives included.
+        q_descale, k_descale, v_descale: for float8_e4m3fn q, k, v alone: a number, or fp32 with one number,
+            (nheads_k,) or (batch, nheads_k), that the stored values are multiplied by; None is 1. ``quantize_fp8``
+            makes them. Forward only.
         deterministic: bitwise equal from run to run on the same device, forward and backward.
         backend: "auto", or a name ("cpu", "sdpa", "triton", "hopper", "reference"); a backend asked for by name runs
             or raises, it never falls back.
 
     Returns:
-        out (batch, seqlen_q, nheads, headdim_v) in q's dtype. A query that sees no key gives exactly 0, and its
-        gradients are exactly 0.
+        out (batch, seqlen_q, nheads, headdim_v) in q's dtype, bf16 for fp8. A query that sees no key gives exactly 0,
+        and its gradients are exactly 0.
 
     Raises:
         InvalidInput (a ValueError), InvalidType (also a TypeError): naming the argument, what it was, what it must be.
@@ -107,31 +115,39 @@ def attention(
     Sources: Dao et al. 2022 (FlashAttention), Dao 2023 (2), Shah et al. 2024 (3); Milakov and Gimelshein 2018 (online
     softmax); Press et al. 2022 (ALiBi).
     """
-    return autograd.forward(
-        dense_arguments(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_size=window_size,
-            segments=segments,
-            mask=mask,
-            bias=bias,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sink=sink,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            softmax_scale=softmax_scale,
-            deterministic=deterministic,
-            backend=backend,
-        )
-    )[0]
+    arguments = dense_arguments(
+        q,
+        k,
+        v,
+        causal=causal,
+        window_size=window_size,
+        segments=segments,
+        mask=mask,
+        bias=bias,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    if q_descale is None and k_descale is None and v_descale is None:
+        return autograd.forward(arguments)[0]
+    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))[0]
 
 
 @_takes(dense_arguments)
 def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``attention``, with the same keyword arguments, and the log of the softmax denominator beside out.
 
@@ -139,8 +155,11 @@ def attention_with_lse(
         out as ``attention`` gives it, and lse: natural log, (batch, nheads, seqlen_q), fp32 (fp64 for fp64 inputs),
         differentiable; -inf (or the sink) for a query that sees no key. ``merge_states`` merges such pairs.
     """
-    out, lse = autograd.forward(dense_arguments(q, k, v, **keywords))
-    return out, lse.contiguous()
+    arguments = dense_arguments(q, k, v, **keywords)
+    if q_descale is None and k_descale is None and v_descale is None:
+        out, lse = autograd.forward(arguments)
+        return out, lse.contiguous()
+    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))
 
 
 def attention_varlen(
@@ -159,6 +178,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -170,8 +192,8 @@ def attention_varlen(
             starts with 0 and does not decrease; empty sequences are fine. Required.
         cu_seqlens_k: the same for k and v; default cu_seqlens_q.
         max_seqlen: the longest sequence, an int, a one-element tensor, or a pair of these for q and k; optional.
-        causal, window_size, softcap, alibi_slopes, sink, dropout_p, dropout_seed, softmax_scale, deterministic,
-        backend: as in ``attention``, each sequence on its own; batch is the number of sequences.
+        causal, window_size, softcap, alibi_slopes, sink, dropout_p, dropout_seed, softmax_scale, q_descale, k_descale,
+        v_descale, deterministic, backend: as in ``attention``, each sequence on its own; batch is their number.
 
     Returns:
         out (total_q, nheads, headdim_v); 0 for tokens beyond the last offset and for queries that see no key.
@@ -180,35 +202,46 @@ def attention_varlen(
         InvalidInput, InvalidType, UnsupportedProblem: as ``attention``. Offsets are read, and checked, where they
         lie on the CPU; on a device they are not read, which would wait for it.
     """
-    return autograd.forward(
-        varlen_arguments(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen=max_seqlen,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sink=sink,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            softmax_scale=softmax_scale,
-            deterministic=deterministic,
-            backend=backend,
-        )
-    )[0]
+    arguments = varlen_arguments(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    if q_descale is None and k_descale is None and v_descale is None:
+        return autograd.forward(arguments)[0]
+    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))[0]
 
 
 @_takes(varlen_arguments)
 def attention_varlen_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``attention_varlen``, with lse (nheads, total_q) beside out; -inf for tokens beyond the last offset."""
-    out, lse = autograd.forward(varlen_arguments(q, k, v, **keywords))
-    return out, lse.contiguous()
+    arguments = varlen_arguments(q, k, v, **keywords)
+    if q_descale is None and k_descale is None and v_descale is None:
+        out, lse = autograd.forward(arguments)
+        return out, lse.contiguous()
+    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))
 
 
 @contextlib.contextmanager
@@ -240,6 +273,9 @@ def explain(
     v: torch.Tensor,
     *,
     device: str | torch.device | DeviceFacts | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     **keywords: Any,
 ) -> Explanation:
     """What ``attention`` would do with the same arguments, and what it costs; computes nothing.
@@ -256,7 +292,8 @@ def explain(
     Raises:
         InvalidInput, InvalidType: as ``attention``. A problem no backend runs is explained, not raised.
     """
-    return explain_arguments(dense_arguments(q, k, v, **_drawing_nothing(keywords)), device)
+    arguments = dense_arguments(q, k, v, **_drawing_nothing(keywords))
+    return explain_arguments(arguments, device, Descales(q_descale, k_descale, v_descale))
 
 
 @_takes(varlen_arguments)
@@ -266,7 +303,11 @@ def explain_varlen(
     v: torch.Tensor,
     *,
     device: str | torch.device | DeviceFacts | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     **keywords: Any,
 ) -> Explanation:
     """``explain`` for ``attention_varlen``; pairs and tiles are counted where the offsets lie on the CPU."""
-    return explain_arguments(varlen_arguments(q, k, v, **_drawing_nothing(keywords)), device)
+    arguments = varlen_arguments(q, k, v, **_drawing_nothing(keywords))
+    return explain_arguments(arguments, device, Descales(q_descale, k_descale, v_descale))

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.descale import FP8
 from tilewise.errors import InvalidInput, InvalidType
 from tilewise.problem import GRAD_NAMES, Problem
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STORED_DTYPES = (*FLOAT_DTYPES, FP8)
+DESCALES = ("q_descale", "k_descale", "v_descale")
 INT_DTYPES = (torch.int32, torch.int64)
 
 
@@ -52,7 +55,8 @@ class Inputs(NamedTuple):
     q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
     headdim_v), or (total, nheads, dim) with cu_seqlens (batch + 1,). bias and mask are 4-D views that broadcast to
     (batch, nheads, seqlen_q, seqlen_k). alibi_slopes and sink are (batch, nheads) in the state dtype. segments are
-    (batch, seqlen). dropout_seed is a 0-dim int64. ``batch_offset`` is added to the batch index in dropout's counter.
+    (batch, seqlen). The descales of fp8 are (batch, nheads_k) in fp32. dropout_seed is a 0-dim int64. ``batch_offset``
+    is added to the batch index in dropout's counter.
     """
 
     q: torch.Tensor
@@ -67,6 +71,9 @@ class Inputs(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     dropout_seed: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
     batch_offset: int = 0
 
     def replace(self, **changes: Any) -> Inputs:
@@ -84,14 +91,14 @@ class Row(NamedTuple):
 
 
 _DENSE = (
-    Row("q", (("batch", "seqlen_q", "nheads", "headdim"),), FLOAT_DTYPES),
-    Row("k", (("batch", "seqlen_k", "nheads_k", "headdim"),), FLOAT_DTYPES),
-    Row("v", (("batch", "seqlen_k", "nheads_k", "headdim_v"),), FLOAT_DTYPES),
+    Row("q", (("batch", "seqlen_q", "nheads", "headdim"),), STORED_DTYPES),
+    Row("k", (("batch", "seqlen_k", "nheads_k", "headdim"),), STORED_DTYPES),
+    Row("v", (("batch", "seqlen_k", "nheads_k", "headdim_v"),), STORED_DTYPES),
 )
 _VARLEN = (
-    Row("q", (("total_q", "nheads", "headdim"),), FLOAT_DTYPES),
-    Row("k", (("total_k", "nheads_k", "headdim"),), FLOAT_DTYPES),
-    Row("v", (("total_k", "nheads_k", "headdim_v"),), FLOAT_DTYPES),
+    Row("q", (("total_q", "nheads", "headdim"),), STORED_DTYPES),
+    Row("k", (("total_k", "nheads_k", "headdim"),), STORED_DTYPES),
+    Row("v", (("total_k", "nheads_k", "headdim_v"),), STORED_DTYPES),
     Row("cu_seqlens_q", (("batch + 1",),), INT_DTYPES),
     Row("cu_seqlens_k", (("batch + 1",),), INT_DTYPES),
 )
@@ -420,6 +427,10 @@ def sequences(problem: Problem, inputs: Inputs) -> Iterator[PackedSequence]:
             v=inputs.v[None, tokens_k],
             alibi_slopes=None if inputs.alibi_slopes is None else inputs.alibi_slopes[index : index + 1],
             sink=None if inputs.sink is None else inputs.sink[index : index + 1],
+            **{
+                name: None if (given := getattr(inputs, name)) is None else given[index : index + 1]
+                for name in DESCALES
+            },
             cu_seqlens_q=None,
             cu_seqlens_k=None,
             batch_offset=inputs.batch_offset + index,

@@ -16,11 +16,13 @@ import torch
 from torch.library import Library
 
 from tilewise import batching
+from tilewise.descale import out_dtype
 from tilewise.device import device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Gradients
 from tilewise.dispatch.choose import choose, choose_derivative
-from tilewise.inputs import Arguments, Inputs, describe, facts_key, inputs_of, validate
+from tilewise.fp8 import Descales, as_tensor, describe_scaled
+from tilewise.inputs import DESCALES, Arguments, Inputs, check_tensors, describe, facts_key, inputs_of, validate
 from tilewise.problem import GRAD_NAMES, Problem
 
 _ARGUMENTS = (
@@ -29,10 +31,12 @@ _ARGUMENTS = (
     "str causal, int? window_left, int? window_right, float? softmax_scale, float softcap, float dropout_p, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str[] needs_grad, str backend"
 )
+_DESCALES = ", ".join(f"Tensor? {name}" for name in DESCALES)
 _TANGENTS = ", ".join(f"Tensor? {name}_tangent" for name in GRAD_NAMES)
 
 LIBRARY: Any = Library("tilewise", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"forward_fp8({_DESCALES}, {_ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
 LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"second({_TANGENTS}, Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
@@ -117,6 +121,23 @@ def _forward_operator(*flat: Any) -> State:
     return out, lse.contiguous()
 
 
+def scaled_forward(arguments: Arguments, descales: Descales) -> State:
+    """(out, lse) of fp8 inputs with descales; an operator of its own, so that other calls carry nothing of them."""
+    check_tensors(arguments)
+    tensors = [as_tensor(name, descale, arguments) for name, descale in zip(DESCALES, descales, strict=True)]
+    state: State = torch.ops.tilewise.forward_fp8.default(*tensors, *arguments)
+    return state
+
+
+@_beyond_autocast
+def _scaled_operator(*flat: Any) -> State:
+    arguments = _arguments(flat[3:])
+    problem, inputs = describe_scaled(arguments, flat[:3])
+    problem, backend = _plan(problem, "forward", arguments)
+    out, lse = backend.forward(problem, inputs)
+    return out.contiguous(), lse.contiguous()
+
+
 def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) -> list[torch.Tensor]:
     """Gradients in the shapes and dtypes of the caller's tensors."""
     result = []
@@ -188,7 +209,7 @@ def _empty_state(arguments: Arguments) -> State:
     """What forward returns, without its numbers; checks shapes and dtypes as forward does."""
     validate(arguments)
     q, v = arguments.q, arguments.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q.dtype))
     rows = (q.shape[1], q.shape[0]) if arguments.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -200,6 +221,7 @@ def _empty_grads(arguments: Arguments) -> list[torch.Tensor]:
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": lambda *flat: _empty_state(_arguments(flat)),
+    "forward_fp8": lambda *flat: _empty_state(_arguments(flat[3:])),
     "backward": lambda *flat: _empty_grads(_arguments(flat[4:])),
     "jvp": lambda *flat: _empty_state(_arguments(flat[len(GRAD_NAMES) + 2 :])),
     "second": lambda *flat: _empty_grads(_arguments(flat[len(GRAD_NAMES) + 4 :])),
@@ -211,7 +233,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "second": second,
 }
 
-for _name, _function in {**IMPLEMENTATIONS, "forward": _forward_operator}.items():
+_OPERATORS = {**IMPLEMENTATIONS, "forward": _forward_operator, "forward_fp8": _scaled_operator}
+for _name, _function in _OPERATORS.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
     torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from tilewise.descale import FP8
 from tilewise.dispatch import registry
 from tilewise.errors import InvalidInput, InvalidType
 from tilewise.problem import GRAD_NAMES
 
 _CAUSAL: dict[Any, str] = {"bottom_right": "bottom_right", "top_left": "top_left"}
+_UNCAST = (torch.float64, FP8)
 _LARGEST = int(sys.float_info.max)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -47,14 +49,14 @@ def segments(value: Any) -> tuple[Any, Any]:
 
 
 def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Under autocast q, k, v are cast to its dtype, as torch's own attention casts them; fp64 stays."""
+    """Under autocast q, k, v are cast to its dtype, as torch's own attention casts them; fp64 and fp8 stay."""
     device_type = q.device.type if isinstance(q, torch.Tensor) else "meta"
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        is_half = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        is_half = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype not in _UNCAST
         return tensor.to(dtype) if is_half else tensor
 
     return cast(q), cast(k), cast(v)

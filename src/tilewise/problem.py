@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from tilewise.descale import FP8, out_dtype
+
 GRAD_NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 DERIVATIVES = ("forward", "backward", "jvp", "second")
-DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Problem:
     In the packed form (``varlen``) ``batch`` is the number of sequences, ``seqlen_q`` and ``seqlen_k`` are upper
     bounds of their lengths, and ``total_q``, ``total_k`` count tokens, those beyond the last offset included.
     ``needs_grad`` names the tensors a gradient will be asked for; ``derivative`` says which function of the
-    calculus is to run: "forward", "backward", "jvp" (forward mode) or "second" (the gradient of jvp).
+    calculus is to run: "forward", "backward", "jvp" (forward mode) or "second" (the gradient of jvp). ``descales``
+    names the fp8 tensors that come with a descale.
     """
 
     batch: int
@@ -51,6 +54,7 @@ class Problem:
     deterministic: bool = False
     derivative: str = "forward"
     inner_contiguous: bool = True
+    descales: tuple[str, ...] = ()
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -84,6 +88,11 @@ class Problem:
     def state_dtype(self) -> torch.dtype:
         """dtype of scores, softmax state, lse and accumulators: fp64 for fp64 inputs, else fp32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """dtype of out: the inputs', bf16 for fp8 inputs."""
+        return out_dtype(self.dtype)
 
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed."""
@@ -124,6 +133,8 @@ class Problem:
             words.append("alibi")
         if self.sink:
             words.append("sink")
+        if self.descales:
+            words.append("descale " + ", ".join(self.descales))
         if self.softcap:
             words.append(f"softcap {self.softcap:g}")
         if self.dropout_p:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FOUNDATION = frozenset({"errors", "problem", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"})
+FOUNDATION = frozenset(
+    {"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"}
+)
 BELOW_OPS = FOUNDATION | {"dispatch"}
-BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "explain"}
+BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "fp8", "quantize", "explain"}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}
 APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "textbook", "bench", "demo"}
 
@@ -18,22 +20,25 @@ APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "t
 # The longest name that fits speaks for a module. A module may always import from its own room.
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "problem": frozenset({"errors"}),
+    "problem": frozenset({"errors", "descale"}),
+    "descale": frozenset(),
     "rng": frozenset({"errors"}),
     "device": frozenset({"errors"}),
     "states": frozenset({"errors"}),
     "masks": frozenset({"errors", "problem"}),
-    "inputs": frozenset({"errors", "problem", "masks", "rng"}),
+    "inputs": frozenset({"errors", "problem", "descale", "masks", "rng"}),
+    "fp8": frozenset({"errors", "problem", "descale", "inputs"}),
     "scores": frozenset({"errors", "problem", "inputs"}),
+    "quantize": frozenset({"errors", "descale"}),
     "iomodel": frozenset({"errors", "problem", "inputs", "masks", "scores", "device"}),
     "backends": FOUNDATION | {"dispatch.backend"},
     "dispatch": FOUNDATION,
-    "options": frozenset({"errors", "problem", "dispatch"}),
+    "options": frozenset({"errors", "problem", "descale", "dispatch"}),
     "arguments": frozenset({"errors", "inputs", "options"}),
     "batching": frozenset({"inputs", "problem"}),
-    "ops": BELOW_OPS | {"batching"},
+    "ops": BELOW_OPS | {"batching", "fp8"},
     "autograd": BELOW_OPS | {"ops"},
-    "explain": BELOW_OPS,
+    "explain": BELOW_OPS | {"fp8"},
     "functional": BELOW_FUNCTIONAL,
     "tilewise": BELOW_FUNCTIONAL | {"functional"},
     "testing": PUBLIC,

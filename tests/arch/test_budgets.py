@@ -51,7 +51,7 @@ BAD = {
     ),
     "public parameters": (
         budgets.public_complaints,
-        "def f(q, k, v, *, " + ", ".join(f"a{i}" for i in range(14)) + "):\n    x = 1",
+        "def f(q, k, v, *, " + ", ".join(f"a{i}" for i in range(17)) + "):\n    x = 1",
     ),
     "positional": (budgets.public_complaints, "def f(q, k, v, causal=False):\n    x = 1"),
     "assert": (budgets.assert_complaints, "def f(x):\n    assert x > 0"),

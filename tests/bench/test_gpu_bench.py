@@ -15,6 +15,7 @@ from tilewise.bench import contenders, gpu, gpu_cases, peers, report, summary, t
 from tilewise.bench.cases import Case
 from tilewise.cli import bench as command
 from tilewise.cli import main
+from tilewise.descale import FP8
 
 BF16 = torch.bfloat16
 SETTINGS = gpu.Settings(("hopper", "triton"), ("fa2-sdpa", "flex"), 1.0, (("triton", "causal"), ("flex", "window")))
@@ -150,6 +151,13 @@ def test_only_those_who_compute_the_case_may_be_timed(monkeypatch):
     assert "does not require grad" in found.refused["forward", "backward"]
     assert found.refused["broken", "forward"] == "RuntimeError: no kernel image"
     assert len(found.backward["right"]()) == 3
+
+
+def test_fp8_is_held_to_one_rounding_of_its_own():
+    setting = contenders.Setting(Case(1, 40, 2, 16, dtype=FP8), False, "cpu")
+    found = contenders.assemble(setting, ["tilewise-cpu", "tilewise-sdpa"])
+    assert list(found.forward) == ["tilewise-cpu"]
+    assert found.errors["tilewise-cpu"] < 0.1
 
 
 def test_a_refusal_by_tilewise_is_told_with_its_reasons():

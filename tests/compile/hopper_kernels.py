@@ -13,7 +13,8 @@ import pytest
 import torch
 import triton
 
-from tilewise.backends.hopper import backward_plan, launch, plans
+from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8
+from tilewise.descale import FP8
 from tilewise.inputs import Arguments, describe
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -47,14 +48,14 @@ def recorded() -> Iterator[list[Wanted]]:
         wanted.append(Wanted(kernel, arguments, num_warps))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plans, backward_plan):
+        for module in (plans, plans_fp8, backward_plan):
             patch.setattr(module, "Launch", record)
             patch.setattr(module, "multiprocessors", lambda index: 132)
         yield wanted
 
 
 def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = False, **options: Any) -> list[Wanted]:
-    """What forward and backward of one call would launch."""
+    """What forward and backward of one call would launch; fp8 has a forward, here with descales."""
     lead = (300,) if varlen else (2, 300)
     q, dout = (torch.empty(*lead, 4, dim, dtype=dtype) for dim in (headdim, headdim_v))
     k, v = (torch.empty(*lead, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
@@ -73,6 +74,12 @@ def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = Fa
         if options.pop(name, False):
             plain[name] = torch.ones(4)
     problem, inputs = describe(Arguments(**(plain | {"q": q, "k": k, "v": v} | options)))
+    if dtype == FP8:
+        descale = torch.ones(problem.batch, problem.nheads_k)
+        inputs = inputs.replace(q_descale=descale, k_descale=descale, v_descale=descale)
+        with recorded() as wanted:
+            plans_fp8.Fp8ForwardPlan(problem, inputs)
+        return wanted
     with recorded() as wanted:
         plans.ForwardPlan(problem, inputs)
         backward_plan.BackwardPlan(problem, inputs, torch.empty_like(dout), dout, dlse=True)
@@ -92,7 +99,7 @@ def machine(wanted: Wanted, folder: Path) -> Machine:
         serialized="serialized" in log,
         spilled=sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", log)),
         hot_spills=_local_accesses_in_loops(sass),
-        products=len(re.findall("HGMMA", sass)),
+        products=len(re.findall("[HQ]GMMA", sass)),
     )
 
 
@@ -114,5 +121,5 @@ def _local_accesses_in_loops(sass: str) -> int:
     return sum(
         sum("LDL" in text or "STL" in text for text in code[a:b])
         for a, b in inner
-        if any("HGMMA" in text for text in code[a:b])
+        if any("GMMA" in text for text in code[a:b])
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewise.descale import FP8
 from tilewise.iomodel import flops
 from tilewise.masks import Band, kept_pairs
 from tilewise.problem import DTYPE_NAMES
@@ -86,7 +87,7 @@ class Case:
         return (None, None) if self.window is None else (self.window - 1, 0)
 
     def tensors(self, device: str = "cpu", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random q, k, v, which require grad."""
+        """Random q, k, v, which require grad where their dtype has one."""
         generator = torch.Generator(device).manual_seed(seed)
         heads_k = self.nheads_k or self.nheads
 
@@ -94,7 +95,7 @@ class Case:
             lead = (self.batch, seqlen) if self.lengths is None else (seqlen,)
             shape = (*lead, heads, headdim)
             tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(self.dtype)
-            return tensor.requires_grad_()
+            return tensor if self.dtype == FP8 else tensor.requires_grad_()
 
         return (
             draw(self.seqlen, self.nheads, self.headdim),

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.bench import gate, peers
 from tilewise.bench.cases import Case
+from tilewise.descale import out_dtype
 from tilewise.functional import attention, attention_varlen
 
 Call = Callable[[], torch.Tensor]
@@ -32,7 +33,7 @@ class Setting:
         if case.bias:
             self.leaves["bias"] = self.options["bias"]
         q, _, v = self.tensors
-        self.dout = torch.randn((*q.shape[:-1], v.shape[-1]), device=q.device, dtype=q.dtype)
+        self.dout = torch.randn((*q.shape[:-1], v.shape[-1]), device=q.device, dtype=out_dtype(q.dtype))
 
     @functools.cached_property
     def samples(self) -> gate.Samples:

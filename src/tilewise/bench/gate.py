@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.bench.cases import Case
+from tilewise.descale import out_dtype
 
 _SAMPLES = 16
 _BLOCK = 512
@@ -86,7 +87,8 @@ class Samples:
         q, k, v = (self._part(tensor.detach()) for tensor in tensors)
         self.rows, self.keys = self._choose(len(q)), self._choose(len(k))
         self.found = {}
-        for dtype in dict.fromkeys((torch.float64, case.dtype)):
+        self.plain = out_dtype(case.dtype)
+        for dtype in dict.fromkeys((torch.float64, self.plain)):
             key, value = (t[:, self.head_k].to(dtype) for t in (k, v))
             heads = [
                 _Head(
@@ -145,11 +147,12 @@ class Samples:
     def verdicts(self, results: Results) -> dict[str, Verdict]:
         """For each of out, dq, dk, dv, dbias that ``results`` has.
 
-        The budget is twice the error of the same plain operators in the inputs' dtype, plus one rounding of it.
+        The budget is twice the error of the same plain operators in the inputs' dtype, plus one rounding of it; for fp8
+        the operators are bf16's.
         """
         found = {}
         for name, result in results.items():
-            exact, plain = self.found[torch.float64][name], self.found[self.case.dtype][name]
+            exact, plain = self.found[torch.float64][name], self.found[self.plain][name]
             size = _rms(exact)
             budget = 2 * _rms(plain.double() - exact) + torch.finfo(self.case.dtype).eps * size
             found[name] = Verdict(_rms(self._taken(name, result).double() - exact), budget, size)

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: the square problems that peers publish, and what models ask beside them; all bf16."""
+"""What is measured on a GPU: the square problems that peers publish, and what models ask beside them; bf16, and fp8."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.cases import Case
+from tilewise.descale import FP8
 
 FORWARD = ("forward",)
 BOTH = ("forward", "backward")
@@ -42,6 +43,11 @@ WIDE_KEYS = Case(1, 16384, 16, 192, headdim_v=128, causal=True, **HALF)
 NARROW = Case(1, 16384, 16, 96, causal=True, **HALF)
 CHUNK = Case(1, 2048, 32, 128, nheads_k=8, seqlen_k=32768, causal=True, **HALF)
 BIAS = Case(1, 4096, 16, 128, bias=True, **HALF)
+FP8_FORWARD = tuple(
+    Case(1, 16384, nheads, headdim, causal=causal, dtype=FP8)
+    for headdim, nheads in ((64, 32), (128, 16), (256, 8))
+    for causal in (False, True)
+)
 HOST = Case(1, 128, 8, 64, **HALF)
 
 # case -> the passes that are timed
@@ -51,6 +57,7 @@ CASES: dict[Case, tuple[str, ...]] = {
     **dict.fromkeys(PACKED, BOTH),
     **dict.fromkeys((WIDE_KEYS, NARROW, CHUNK), FORWARD),
     BIAS: BOTH,
+    **dict.fromkeys(FP8_FORWARD, FORWARD),
 }
 
 # compiled anew for every shape, which takes longer than all that is timed, so on these alone

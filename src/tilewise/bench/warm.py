@@ -27,7 +27,7 @@ def _kernel(case: Case, name: str) -> tuple[object, ...]:
     if name == "flex":
         return (case, name)
     features = (case.causal, case.window is not None, case.lengths is not None, case.bias)
-    return (case.headdim, case.values, case.nheads_k is not None, case.keys != case.seqlen, features, name)
+    return (case.dtype, case.headdim, case.values, case.nheads_k is not None, case.keys != case.seqlen, features, name)
 
 
 def tasks(settings: Settings, steps: Collection[str]) -> list[Task]:

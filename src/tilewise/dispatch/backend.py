@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tilewise.descale import FP8
 from tilewise.device import DeviceFacts
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
@@ -25,6 +26,14 @@ class Reason(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.what}: has {self.has}, needs {self.needs}"
         return f"{text}  -> {self.hint}" if self.hint else text
+
+
+def forward_only(problem: Problem) -> tuple[Reason, ...]:
+    """Why an fp8 problem with a gradient does not run: e4m3 is a form to store inputs in, and has no backward."""
+    asked = problem.needs_grad or () if problem.derivative == "forward" else (problem.derivative,)
+    if problem.dtype != FP8 or not asked:
+        return ()
+    return (Reason("gradient", ", ".join(asked), "none for fp8", "detach the inputs, or train in bf16"),)
 
 
 class Backend(Protocol):

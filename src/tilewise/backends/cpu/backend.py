@@ -9,8 +9,9 @@ import torch
 from tilewise import masks
 from tilewise.backends.cpu import first_order, packed, second_order
 from tilewise.backends.cpu.tiles import Tiling
+from tilewise.descale import FP8
 from tilewise.device import DeviceFacts
-from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
 from tilewise.inputs import Inputs, PackedSequence
 from tilewise.problem import Problem
 
@@ -29,6 +30,7 @@ _RATES = {
     torch.float32: (Rate(1.0, 0.035), Rate(1.8, 0.085)),
     torch.bfloat16: (Rate(1.2, 0.04), Rate(2.5, 0.14)),
     torch.float16: (Rate(1.2, 0.04), Rate(2.5, 0.14)),
+    FP8: (Rate(1.2, 0.04), Rate(2.5, 0.14)),
 }
 # How often the second-order functions compute what backward computes.
 _WORK = {"forward": 1.0, "backward": 1.0, "jvp": 1.5, "second": 3.5}
@@ -45,7 +47,7 @@ class CpuBackend:
 
     def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
         """Everything SEMANTICS defines."""
-        return ()
+        return forward_only(problem)
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float:
         """Seconds: the pairs that are computed at a measured rate, and the host's work for each tile and call."""

@@ -16,6 +16,7 @@ import torch
 from tilewise import rng
 from tilewise.backends.cpu.layout import RowSide, Scratch, Span, Strips, load_keys, pairs, row_scalars
 from tilewise.backends.cpu.tiles import Tile, Tiling, Visibility
+from tilewise.descale import FP8
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -75,6 +76,9 @@ class Chunk:
         k = load_keys(self.inputs.k, span, scratch, "k", scale=self.scale, ones=ones)
         v = load_keys(self.inputs.v, span, scratch, "v", ones=ones)
         dim, dim_v = self.problem.headdim, self.problem.headdim_v
+        self._descale(k[..., :dim], self.inputs.q_descale)
+        self._descale(k[..., :dim], self.inputs.k_descale)
+        self._descale(v[..., :dim_v], self.inputs.v_descale)
         self.k, self.v = Strips(k[..., :dim], 1), Strips(v[..., :dim_v], 1)
         self.k_columns, self.v_columns = Strips(k.mT, 2), Strips(v.mT, 2)
         self.units = k.shape[0]
@@ -84,6 +88,11 @@ class Chunk:
             self.visible(k), self.visible(v)
 
     # --- operands
+
+    def _descale(self, keys: torch.Tensor, descale: torch.Tensor | None) -> None:
+        """Stored numbers become real ones, in place; q's descale multiplies k, since a unit has one of each."""
+        if descale is not None:
+            keys *= descale[self.span.batch, self.span.heads].reshape(-1, 1, 1)
 
     def row_side(self, tensor: torch.Tensor) -> RowSide:
         """This span's rows of a (batch, seqlen_q, nheads, dim) tensor."""
@@ -241,6 +250,8 @@ class Chunk:
 def bounded_units(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """Boolean (batch, nheads_k), on the CPU: whether every |s| is below the bound, and the values and the sink fit."""
     none = torch.zeros(problem.batch, problem.nheads_k, dtype=torch.bool)
+    if problem.dtype == FP8:  # torch has no norm of it
+        return none
     if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or problem.is_empty:
         return none
     if inputs.sink is not None and not float(inputs.sink.amin()) > -_SCORE_BOUND:

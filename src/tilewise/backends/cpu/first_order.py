@@ -14,8 +14,9 @@ from tilewise.problem import Problem
 
 
 def forward(problem: Problem, inputs: Inputs) -> State:
-    """out (batch, seqlen_q, nheads, headdim_v) in the input dtype, lse (batch, nheads, seqlen_q)."""
-    out = inputs.q.new_empty(problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
+    """out (batch, seqlen_q, nheads, headdim_v) in the output dtype, lse (batch, nheads, seqlen_q)."""
+    shape = (problem.batch, problem.seqlen_q, problem.nheads, problem.headdim_v)
+    out = inputs.q.new_empty(shape, dtype=problem.out_dtype)
     lse = inputs.q.new_empty(problem.batch, problem.nheads, problem.seqlen_q, dtype=problem.state_dtype)
     for chunk in chunks(problem, inputs, ones=False):
         out_rows, lse_rows = chunk.row_side(out), chunk.row_scalars(lse)

@@ -38,7 +38,7 @@ def state(
     problem: Problem, inputs: Inputs, run: Callable[[int, PackedSequence], State], fill: float = -math.inf
 ) -> State:
     """(out, lse) of all sequences, from a function that gives one's; ``fill`` is lse where there is no sequence."""
-    out = inputs.q.new_zeros(problem.total_q, problem.nheads, problem.headdim_v)
+    out = inputs.q.new_zeros(problem.total_q, problem.nheads, problem.headdim_v, dtype=problem.out_dtype)
     lse = inputs.q.new_full((problem.nheads, problem.total_q), fill, dtype=problem.state_dtype)
     for index, part in enumerate(sequences(problem, inputs)):
         part_out, part_lse = run(index, part)

@@ -83,6 +83,49 @@ class ForwardTile(NamedTuple):
         return 64 * self.consumers
 
 
+class Descale(NamedTuple):
+    """What a stored e4m3 number is multiplied by: fp32 at ``address + batch * batch_stride + head * head_stride``."""
+
+    address: Any
+    batch_stride: int  # 0 for one number
+    head_stride: int
+
+
+class Fp8Pointers(NamedTuple):
+    """Plain addresses of the fp8 forward; None leaves no trace in the kernel."""
+
+    ticket: Any  # int32 (1,): the next tile; 0 before and after every launch
+    lse: Any  # fp32 (batch, nheads, seqlen_q), packed (nheads, total_q)
+    out: Any  # bf16 (batch, seqlen_q, nheads, headdim_v), packed (total_q, nheads, headdim_v), contiguous
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    alibi_slopes: Any = None  # fp32 (batch, nheads)
+    sink: Any = None  # fp32 (batch, nheads)
+    cu_seqlens_q: Any = None  # int32 (batch + 1,)
+    cu_seqlens_k: Any = None
+    table: Any = None  # int32: see schedule.py
+
+
+class Fp8Tile(NamedTuple):
+    """Compile-time sizes of the fp8 forward."""
+
+    block_n: int
+    block_d: int
+    block_dv: int
+    stages: int  # of k and of the transposed v
+    consumers: int
+    registers: int  # of a consumer's thread
+    small_registers: int  # of the other warps' threads
+    parts: int  # of the channels of out: 1, multiplied under the next scores, or parts of 64, multiplied after them
+    columns: int = 0  # headdim_v
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.consumers
+
+
 class Ring(NamedTuple):
     """Slots of shared memory that one side fills and the other empties, with an mbarrier for each event."""
 

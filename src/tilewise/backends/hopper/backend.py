@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, rate, seen_keys
+from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, fp8_tile, rate, seen_keys
+from tilewise.descale import FP8
 from tilewise.device import DeviceFacts
-from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
 from tilewise.inputs import Inputs
 from tilewise.masks import band, kept_pairs
 from tilewise.problem import DTYPE_NAMES, Problem
@@ -31,16 +32,17 @@ def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
         found.append(Reason("arch", facts.arch or "unknown", "sm_90"))
     if facts.triton is None or _version(facts.triton) < TRITON:
         found.append(Reason("triton", facts.triton or "none", ">= " + ".".join(map(str, TRITON))))
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16 or bf16"))
+    if problem.dtype not in (torch.float16, torch.bfloat16, FP8):
+        found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16, bf16 or fp8"))
     return found
 
 
 def _shape_reasons(problem: Problem) -> list[Reason]:
     found = []
+    step = 16 // problem.dtype.itemsize  # channels in what the copy engine's strides are multiples of
     for name, dim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
-        if dim > MAX_HEADDIM or dim % 8:
-            found.append(Reason(name, str(dim), f"a multiple of 8, at most {MAX_HEADDIM}"))
+        if dim > MAX_HEADDIM or dim % step:
+            found.append(Reason(name, str(dim), f"a multiple of {step}, at most {MAX_HEADDIM}"))
     if not problem.inner_contiguous:
         found.append(Reason("strides", "a last stride that is not 1", "contiguous channels", "call .contiguous()"))
     rows = max(problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k)
@@ -83,7 +85,8 @@ class Hopper:
 
     def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
         """Every reason against it."""
-        return (*_machine_reasons(problem, facts), *_shape_reasons(problem), *_feature_reasons(problem))
+        reasons = (*_machine_reasons(problem, facts), *_shape_reasons(problem), *_feature_reasons(problem))
+        return (*reasons, *forward_only(problem))
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float:
         """Seconds at the rates of ``tiles.RATES``; the packed form's lengths are upper bounds."""
@@ -95,7 +98,7 @@ class Hopper:
 
     def tile(self, problem: Problem, facts: DeviceFacts) -> tuple[int, int]:
         """Query rows and keys of a forward tile."""
-        tile = forward_tile(problem)
+        tile = fp8_tile(problem) if problem.dtype == FP8 else forward_tile(problem)
         return tile.block_m, tile.block_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
@@ -110,9 +113,7 @@ class Hopper:
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
                 return _empty_forward(problem, inputs)
-            from tilewise.backends.hopper.plans import ForwardPlan
-
-            plan = self._remember(key, ForwardPlan(problem, inputs))
+            plan = self._remember(key, _forward_plan(problem, inputs))
         if not plan.loadable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
             return self.forward(problem, inputs.replace(q=q, k=k, v=v))
@@ -158,6 +159,16 @@ class Hopper:
         return plan
 
 
+def _forward_plan(problem: Problem, inputs: Inputs) -> Any:
+    if problem.dtype == FP8:
+        from tilewise.backends.hopper.plans_fp8 import Fp8ForwardPlan
+
+        return Fp8ForwardPlan(problem, inputs)
+    from tilewise.backends.hopper.plans import ForwardPlan
+
+    return ForwardPlan(problem, inputs)
+
+
 def _elsewhere(index: int) -> bool:
     """Whether a device other than the current one holds the tensors; kernels are launched on the current one."""
     return index >= 0 and index != torch.cuda.current_device()
@@ -174,7 +185,7 @@ def _nothing_seen(problem: Problem) -> bool:
 def _empty_forward(problem: Problem, inputs: Inputs) -> State:
     """Every row is empty: out 0, lse -inf, or the sink's where there are rows."""
     q = inputs.q
-    out = q.new_zeros((*q.shape[:-1], problem.headdim_v))
+    out = q.new_zeros((*q.shape[:-1], problem.headdim_v), dtype=problem.out_dtype)
     if problem.varlen:
         return out, q.new_full((problem.nheads, problem.total_q), -torch.inf, dtype=torch.float32)
     shape = (problem.batch, problem.nheads, problem.seqlen_q)

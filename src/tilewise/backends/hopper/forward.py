@@ -72,13 +72,18 @@ def partial_sums(p):
 
 
 @gluon.jit
-def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr):
-    """One block of the online softmax: probabilities against the new maximum, and the factor for what came before."""
+def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr, RAISE: gl.constexpr = 0):
+    """One block of the online softmax: probabilities against the new maximum, and the factor for what came before.
+
+    Probabilities, and with them row_sum, are 2**RAISE times too large.
+    """
     row_max_new = gl.maximum(row_max, gl.max(s, 1))
     shift = row_max_new * scale_log2
     if MODE.lower or MODE.upper or MODE.varlen:  # a row that has seen nothing yet has no maximum to subtract
         shift = gl.where(row_max_new == float("-inf"), 0.0, shift)
     rescale = gl.exp2(row_max * scale_log2 - shift)
+    if RAISE:
+        shift -= RAISE
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     sums = partial_sums(p)
     by_thread = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
@@ -87,7 +92,7 @@ def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr):
 
 @gluon.jit
 def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr,
-                  MODE: gl.constexpr):
+                  MODE: gl.constexpr, RAISE: gl.constexpr = 0):
     """Scores of a block, masked where it is partial (never, unless PARTIAL), through one softmax step."""
     LAYOUT: gl.constexpr = s.type.layout
     rows = gl.expand_dims(row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -102,9 +107,9 @@ def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, sc
         if block >= blocks.full_last or block < blocks.full_first:
             s = keep_band(s, rows, cols, work, MODE)
     if MODE.raw_scale:
-        return softmax_step(s, row_max, row_sum, scalars.scale_log2, MODE)
+        return softmax_step(s, row_max, row_sum, scalars.scale_log2, MODE, RAISE)
     else:
-        return softmax_step(s, row_max, row_sum, 1.0, MODE)
+        return softmax_step(s, row_max, row_sum, 1.0, MODE, RAISE)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.float32: "fp32",
     torch.int32: "i32",
 }

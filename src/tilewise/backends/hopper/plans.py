@@ -8,6 +8,7 @@ from tilewise.backends.hopper import tiles
 from tilewise.backends.hopper.arguments import (
     OPEN,
     ForwardTile,
+    Fp8Tile,
     Pointers,
     Sizes,
 )
@@ -93,7 +94,7 @@ def offsets_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return queries, inputs.cu_seqlens_k.to(torch.int32).contiguous()
 
 
-def forward_sizes(problem: Problem, tile: ForwardTile, slots: int) -> Sizes:
+def forward_sizes(problem: Problem, tile: ForwardTile | Fp8Tile, slots: int) -> Sizes:
     """Lengths and counts of a forward call."""
     common = (problem.batch, problem.nheads, problem.group)
     if problem.varlen:

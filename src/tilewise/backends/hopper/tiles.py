@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Mode, Scalars
+from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
+from tilewise.descale import FP8
 from tilewise.masks import band
 from tilewise.problem import Problem
 
@@ -24,6 +25,15 @@ _FORWARD = {
     # k tiles of 256 channels in which 192 are real
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
 }
+_FP8 = {
+    # exponentials bound it; a third warpgroup fills more of their gaps, +20 % full and +4 % causal over two
+    (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32, 1),
+    # taking turns at the products (ping-pong) was no faster
+    (128, 128): Fp8Tile(128, 128, 128, 3, 2, 232, 40, 1),
+    # the sums of out take 128 registers, so products wait for the softmax; blocks of 64 keys were slower by 14 %
+    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 24, 4),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 232, 40, 1),
+}
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
     # before the exponentials, dk from registers and nothing across steps (-13 %), p rounded before ds to make room for
@@ -37,11 +47,14 @@ _BACKWARD = {
 }
 
 
-# (pass, channels of a tile) -> FLOP/s, low in what was measured on an H200 at 4096 and 16384
+# (pass, channels of a tile) -> FLOP/s, low in what was measured on an H200 at 4096 and 16384; fp8 has one pass
 RATES = {
     ("forward", 64): 4.0e14,
     ("forward", 128): 6.0e14,
     ("forward", 256): 6.5e14,
+    ("fp8", 64): 5.2e14,
+    ("fp8", 128): 7.3e14,
+    ("fp8", 256): 8.4e14,
     ("backward", 64): 4.9e14,
     ("backward", 128): 5.3e14,
     ("backward", 256): 4.0e14,
@@ -51,7 +64,8 @@ RATES = {
 def rate(problem: Problem) -> float:
     """FLOP/s of a pass, for choosing among backends."""
     backward = problem.derivative == "backward"
-    measured = RATES["backward" if backward else "forward", block_of(max(problem.headdim, problem.headdim_v))]
+    what = "fp8" if problem.dtype == FP8 else "backward" if backward else "forward"
+    measured = RATES[what, block_of(max(problem.headdim, problem.headdim_v))]
     # the cap takes two more special functions and its derivative; not measured since its steps stopped spilling
     return measured / 2 if backward and problem.softcap else measured
 
@@ -66,6 +80,13 @@ def forward_tile(problem: Problem) -> ForwardTile:
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     side = max(block_d, block_dv)
     return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
+
+
+def fp8_tile(problem: Problem) -> Fp8Tile:
+    """The fp8 forward's tile."""
+    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    side = max(block_d, block_dv)
+    return (_FP8.get((block_d, block_dv)) or _FP8[side, side])._replace(columns=problem.headdim_v)
 
 
 def backward_tile(problem: Problem) -> BackwardTile:

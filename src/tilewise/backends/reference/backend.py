@@ -6,7 +6,7 @@ import torch
 
 from tilewise.backends.reference import formulas, second_order
 from tilewise.device import DeviceFacts
-from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
 from tilewise.inputs import Inputs, sequences
 from tilewise.problem import Problem
 
@@ -18,8 +18,8 @@ class Reference:
     auto_devices: frozenset[str] = frozenset()
 
     def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
-        """Everything."""
-        return ()
+        """Everything, but for gradients of fp8."""
+        return forward_only(problem)
 
     def cost(self, problem: Problem, facts: DeviceFacts) -> float:
         """Seconds at a modest rate; never competes, since auto does not choose it."""
@@ -34,7 +34,7 @@ class Reference:
         """(out, lse) by whole matrices."""
         if not problem.varlen:
             return formulas.forward(problem, inputs)
-        out = inputs.q.new_zeros((problem.total_q, problem.nheads, problem.headdim_v))
+        out = inputs.q.new_zeros((problem.total_q, problem.nheads, problem.headdim_v), dtype=problem.out_dtype)
         lse = out.new_full((problem.nheads, problem.total_q), -torch.inf, dtype=problem.state_dtype)
         for part in sequences(problem, inputs):
             out_part, lse_part = formulas.forward(part.problem, part.inputs)

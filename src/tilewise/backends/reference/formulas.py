@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import masks, rng, scores
+from tilewise.descale import real
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -36,6 +37,11 @@ def heads_second(tensor: torch.Tensor, problem: Problem, nheads: int) -> torch.T
     """(batch, seqlen, nheads, dim) to (batch, nheads, seqlen, dim) in the state dtype, K/V heads repeated."""
     tensor = tensor.to(problem.state_dtype).transpose(1, 2)
     return tensor if nheads == problem.nheads else tensor.repeat_interleave(problem.group, dim=1)
+
+
+def _real(tensor: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:
+    """A tensor as it is, or the real values of one that is stored in fp8."""
+    return tensor if descale is None else real(tensor, descale)
 
 
 def keep_pairs(problem: Problem, inputs: Inputs) -> torch.Tensor:
@@ -69,9 +75,9 @@ def visible(tensor: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
 
 def matrices(problem: Problem, inputs: Inputs) -> Matrices:
     """Recompute scores and probabilities of the whole problem."""
-    q = heads_second(inputs.q, problem, problem.nheads)
-    k = heads_second(inputs.k, problem, problem.nheads_k)
-    v = heads_second(inputs.v, problem, problem.nheads_k)
+    q = heads_second(_real(inputs.q, inputs.q_descale), problem, problem.nheads)
+    k = heads_second(_real(inputs.k, inputs.k_descale), problem, problem.nheads_k)
+    v = heads_second(_real(inputs.v, inputs.v_descale), problem, problem.nheads_k)
     keep = keep_pairs(problem, inputs).expand(problem.batch, problem.nheads, problem.seqlen_q, problem.seqlen_k)
     k, v = visible(k, keep.any(-2)), visible(v, keep.any(-2))
     s_scaled = problem.softmax_scale * (q @ k.mT)
@@ -107,10 +113,10 @@ def dropped(matrix: torch.Tensor, drop: torch.Tensor | None) -> torch.Tensor:
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, seqlen_q, nheads, headdim_v) in the input dtype, lse (batch, nheads, seqlen_q)."""
+    """out (batch, seqlen_q, nheads, headdim_v) in the output dtype, lse (batch, nheads, seqlen_q)."""
     m = matrices(problem, inputs)
     out = dropped(m.p, m.drop) @ m.v
-    return out.transpose(1, 2).to(problem.dtype).contiguous(), m.lse
+    return out.transpose(1, 2).to(problem.out_dtype).contiguous(), m.lse
 
 
 def to_layout(grads: Gradients, problem: Problem, inputs: Inputs) -> Gradients:

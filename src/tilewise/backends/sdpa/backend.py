@@ -8,7 +8,7 @@ from tilewise.backends.sdpa import cost, kernel, rowwise
 from tilewise.backends.sdpa.kernel import Part, Rows
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
-from tilewise.inputs import Inputs, sequences
+from tilewise.inputs import FLOAT_DTYPES, Inputs, sequences
 from tilewise.masks import band
 from tilewise.problem import DTYPE_NAMES, Problem
 from tilewise.states import merge_states
@@ -21,8 +21,9 @@ def _layout_reasons(problem: Problem) -> list[Reason]:
     reasons = []
     if problem.device_type != "cpu":
         reasons.append(Reason("device", problem.device_type, "cpu"))
-    if problem.dtype not in DTYPE_NAMES:
-        reasons.append(Reason("dtype", str(problem.dtype), "fp64, fp32, bf16 or fp16"))
+    if problem.dtype not in FLOAT_DTYPES:
+        has = DTYPE_NAMES.get(problem.dtype, str(problem.dtype))
+        reasons.append(Reason("dtype", has, "fp64, fp32, bf16 or fp16"))
     if problem.headdim_v != problem.headdim:
         reasons.append(Reason("headdim_v", str(problem.headdim_v), f"headdim, {problem.headdim}"))
     if not problem.inner_contiguous:

@@ -1,0 +1,93 @@
+"""The fp8 forward of one problem with given strides: as ``plans.ForwardPlan``, with descales and out in bf16."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.backends.hopper import plans, tiles
+from tilewise.backends.hopper.arguments import Descale, Fp8Pointers
+from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
+from tilewise.backends.hopper.launch import Launch, current_stream, dense_map, multiprocessors, packed_map, ticket
+from tilewise.backends.hopper.schedule import clear_kernel
+from tilewise.dispatch.backend import State
+from tilewise.inputs import Inputs
+from tilewise.problem import Problem
+
+OUT = torch.bfloat16
+
+
+def _descales_of(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
+    return inputs.q_descale, inputs.k_descale, inputs.v_descale
+
+
+def _descale(tensor: torch.Tensor | None) -> Descale | None:
+    return None if tensor is None else Descale(tensor.data_ptr(), *tensor.stride())
+
+
+class Fp8ForwardPlan:
+    """Everything of a call but the addresses."""
+
+    def __init__(self, problem: Problem, inputs: Inputs) -> None:
+        self.loadable = plans.loadable(inputs.q, inputs.k, inputs.v)
+        if not self.loadable:
+            return
+        varlen, tile = problem.varlen, tiles.fp8_tile(problem)
+        self.scalars = tiles.scalars_of(problem)
+        rows = (problem.total_q,) if varlen else (problem.batch, problem.seqlen_q)
+        self.out_shape = (*rows, problem.nheads, problem.headdim_v)
+        self.lse_shape = (*rows[:-1], problem.nheads, rows[-1])
+        k, v = inputs.k, inputs.v
+        self.skip: tuple[int, ...] = (0, 0)
+        if not varlen:
+            seen = tiles.seen_keys(problem)
+            self.skip = tuple(seen.begin * t.stride(1) for t in (k, v))
+            k, v = (t[:, seen.begin : seen.end] for t in (k, v))
+        make = packed_map if varlen else dense_map
+        self.maps = (
+            make(inputs.q, 64, tile.block_d),
+            make(k, tile.block_n, tile.block_d),
+            make(v, tile.block_n, tile.block_dv),
+        )
+        self.table = None
+        like, fp32, int32 = plans.stand_in(OUT), plans.stand_in(torch.float32), plans.stand_in(torch.int32)
+        if varlen:
+            self.table = plans.Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
+            self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
+            likes = (like, fp32, int32)
+            self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
+        self.sizes = plans.forward_sizes(problem, tile, self.table.slots if self.table else 0)
+        scaled = (None if t is None else Descale(fp32, 0, 0) for t in _descales_of(inputs))
+        extras = (fp32 if problem.alibi else None, fp32 if problem.sink else None)
+        packed = (int32 if varlen else None for _ in range(3))
+        pointers = Fp8Pointers._make((int32, fp32, like, *scaled, *extras, *packed))
+        grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
+        arguments = (*self.maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
+        self.launch = Launch(forward_fp8_kernel, grid, arguments)
+
+    def run(self, inputs: Inputs) -> State:
+        """(out, lse) on the current stream."""
+        q = inputs.q
+        index = q.get_device()
+        stream = current_stream(index)
+        out = q.new_empty(self.out_shape, dtype=OUT)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        packed: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.table is not None:
+            cu_q, cu_k = plans.offsets_of(inputs)
+            packed = (cu_q, cu_k, self.table.make(stream, cu_q))
+            self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
+        slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
+        q_map, k_map, v_map = self.maps
+        skip_k, skip_v = self.skip
+        scaled = map(_descale, _descales_of(inputs))
+        extras = map(plans.address_of, (slopes, sink, *packed))
+        self.launch(
+            stream,
+            q_map.at(q.data_ptr()),
+            k_map.at(inputs.k.data_ptr() + skip_k),
+            v_map.at(inputs.v.data_ptr() + skip_v),
+            (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, *extras),
+            self.sizes,
+            self.scalars,
+        )
+        return out, lse

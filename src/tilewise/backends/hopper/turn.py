@@ -1,0 +1,88 @@
+"""Warps that transpose v inside shared memory, since products of e4m3 want the summed dimension, the keys, contiguous.
+
+A tile of v comes in as (keys, channels) and leaves as (channels, keys), where the keys of each 16 stand in the order in
+which a thread holds its scores, and the channels of each 16 so that a thread's columns of out are neighbours:
+
+    position 4 q + 2 h + e of the keys holds key 8 h + 2 q + e          q < 4, h < 2, e < 2
+    position 8 b + d of the channels holds channel 2 d + b              b < 2, d < 8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tilewise.backends.hopper.primitives import count_tiles, key_blocks, locate, matrix, read_ticket
+
+TURNERS = gl.constexpr(2)  # warps that transpose; a third made nothing faster
+KEYS = gl.constexpr(32)  # what one warp turns at a time
+DIM = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def turn_layout(keys: int, pairs: int) -> Any:
+    """Registers of a part of v in one warp, as pairs of channels: what ldmatrix.trans gives.
+
+    A thread's first four registers are two neighbouring keys and the same two eight keys on.
+    """
+    across = [[0, 1 << bit] for bit in range(3, pairs.bit_length() - 1)]
+    along = [[1 << bit, 0] for bit in range(4, keys.bit_length() - 1)]
+    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout([[1, 0], [8, 0], *across, *along], lanes, [], [], [keys, pairs])
+
+
+@gluon.jit
+def turn(raw, turned):
+    """Transposes one tile, KEYS by DIM at a time, which is what the few registers hold.
+
+    Channels travel in pairs of 16 bits. Words of two keys, and the same eight keys on, hold the pair's two channels of
+    four keys; the byte permutation makes a word of each channel.
+    """
+    HEIGHT: gl.constexpr = raw.shape[0]
+    WIDTH: gl.constexpr = raw.shape[1]
+    PAIRS: gl.constexpr = DIM // 2
+    LAYOUT: gl.constexpr = turn_layout(KEYS, PAIRS)
+    pairs = raw._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2))
+    target = turned._reinterpret(gl.int16, [WIDTH, HEIGHT // 2], gl.NVMMASharedLayout(min(HEIGHT, 128), 16, 2))
+    for key in gl.static_range(0, HEIGHT, KEYS):
+        for pair in gl.static_range(0, WIDTH // 2, PAIRS):
+            x = pairs.slice(key, KEYS, 0).slice(pair, PAIRS, 1).load(LAYOUT)
+            x = gl.inline_asm_elementwise(
+                "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [x], dtype=gl.int16,
+                is_pure=True, pack=4,
+            )  # fmt: skip
+            x = x.reshape([KEYS // 16, 2, 8, PAIRS // 8, 8]).permute([3, 1, 4, 0, 2]).reshape([DIM, KEYS // 2])
+            target.slice(2 * pair, DIM, 0).slice(key // 2, KEYS // 2, 1).store(x)
+
+
+@gluon.jit
+def turner(raw_ring, v_ring, tickets, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """One warp of those that transpose v: every TURNERS-th block, out of a slot of its own.
+
+    A barrier tells only odd phases of a slot from even ones, so whoever waits must know that the phase before is over.
+    So there are as many slots of raw as turners, and at least as many of v.
+    """
+    STAGES: gl.constexpr = TILE.stages
+    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
+    tile = gl.program_id(0)
+    n = 0
+    end = 0
+    it = INDEX
+    while tile < tiles:
+        work = locate(tile, pointers, sizes, MODE)
+        blocks = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
+        end += blocks.last - blocks.first
+        while it < end:
+            slot = it % STAGES
+            mbarrier.wait(raw_ring.full.index(INDEX), (it // TURNERS) & 1)
+            mbarrier.wait(v_ring.empty.index(slot), ((it // STAGES) & 1) ^ 1)
+            turn(matrix(raw_ring.slots.index(INDEX)), v_ring.slots.index(slot))
+            fence_async_shared()
+            mbarrier.arrive(raw_ring.empty.index(INDEX), count=1)
+            mbarrier.arrive(v_ring.full.index(slot), count=1)
+            it += TURNERS
+        tile = read_ticket(tickets, n)
+        n += 1

@@ -1,0 +1,75 @@
+"""e4m3 inputs with descales: checked, and brought to the form every backend takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.descale import FP8
+from tilewise.errors import InvalidInput, InvalidType
+from tilewise.inputs import DESCALES, Arguments, Inputs, describe
+from tilewise.problem import Problem
+
+Descale = torch.Tensor | float | None
+
+
+class Descales(NamedTuple):
+    """What the stored numbers of q, k and v are multiplied by; None is 1."""
+
+    q: Descale = None
+    k: Descale = None
+    v: Descale = None
+
+
+NONE = Descales()
+
+
+def as_tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | None:
+    """A descale as a tensor beside q, its kind checked."""
+    if descale is None:
+        return None
+    if isinstance(descale, (int, float)) and not isinstance(descale, bool):
+        return torch.full((), descale, dtype=torch.float32, device=arguments.q.device)
+    if not isinstance(descale, torch.Tensor):
+        raise InvalidType(f"{name}: must be a number, a torch.Tensor or None, got {type(descale).__name__}")
+    if descale.dtype != torch.float32:
+        raise InvalidType(f"{name}: dtype is {str(descale.dtype).removeprefix('torch.')}, must be float32")
+    if descale.device != arguments.q.device:
+        raise InvalidInput(f"{name}: is on {descale.device}, must be on q's device, {arguments.q.device}")
+    if descale.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(f"{name}: requires grad, but fp8 has no gradient; detach it")
+    return descale
+
+
+def _per_head(name: str, descale: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
+    """A descale as (batch, nheads_k), a view."""
+    if descale is None:
+        return None
+    if problem.dtype != FP8:
+        has = str(problem.dtype).removeprefix("torch.")
+        raise InvalidInput(f"{name}: is for float8_e4m3fn inputs, q is {has}; multiply the inputs by it instead")
+    sizes = (problem.batch, problem.nheads_k)
+    if descale.numel() == 1:
+        return descale.reshape(1, 1).expand(sizes)
+    if tuple(descale.shape) not in (sizes, sizes[1:]):
+        raise InvalidInput(
+            f"{name}: shape is {tuple(descale.shape)}, must be one number, (nheads_k,) or (batch, nheads_k) with batch "
+            f"{sizes[0]}, nheads_k {sizes[1]}"
+        )
+    return descale.expand(sizes)
+
+
+def describe_scaled(arguments: Arguments, descales: Sequence[Any]) -> tuple[Problem, Inputs]:
+    """As ``inputs.describe``, with the descales that were given.
+
+    Raises:
+        InvalidInput, InvalidType: naming the argument.
+    """
+    problem, inputs = describe(arguments)
+    given = {}
+    for name, descale in zip(DESCALES, descales, strict=True):
+        given[name] = _per_head(name, as_tensor(name, descale, arguments), problem)
+    names = tuple(name[0] for name, descale in given.items() if descale is not None)
+    return problem.replace(descales=names), inputs.replace(**given)

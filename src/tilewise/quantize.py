@@ -1,0 +1,103 @@
+"""From bf16 or fp32 tensors to e4m3 with descales: a choice of the caller's, never made for them.
+
+e4m3 has three bits after the point: a number is off by up to 1/16 of itself, whatever its scale, until it is some 2**15
+times smaller than the largest of its scale. So scales matter less than for integers. A rotation of q and k by the same
+orthogonal matrix leaves every product q k^T as it is, and evens out what the roundings add up to (incoherent
+processing: Chee et al. 2023, Shah et al. 2024). It pays where outliers are scattered, and costs where all of them lie
+in one channel, whose roundings it spreads over all; ``tests/unit/test_quantize.py`` measures both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tilewise.descale import FP8, spread
+from tilewise.errors import InvalidInput, InvalidType
+
+LARGEST = 448.0
+SCALES = ("tensor", "head")
+
+
+class Quantized(NamedTuple):
+    """What ``attention`` takes: ``attention(x.q, x.k, x.v, q_descale=x.q_descale, ...)``, or ``**x.keywords()``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+
+    def keywords(self) -> dict[str, torch.Tensor]:
+        """The descales by the names of ``attention``'s arguments."""
+        return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
+
+
+def quantize_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scales: str = "head", rotation_seed: int | None = None
+) -> Quantized:
+    """q, k, v in e4m3, each scaled so that its largest number is stored as 448.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim); any float dtype.
+        k, v: with nheads_k heads, as ``attention`` takes them.
+        scales: "tensor": one number for each of q, k and v; "head": one for each batch item and key head (packed: for
+            each key head), q's shared by the query heads of a group.
+        rotation_seed: an int rotates q and k over headdim by ``rotation`` first, which changes no product of theirs
+            but by rounding; None does not.
+
+    Returns:
+        Quantized. A tensor of zeros has descale 1.
+
+    Raises:
+        InvalidInput, InvalidType: naming the argument.
+    """
+    if scales not in SCALES:
+        raise InvalidInput(f"scales: is {scales!r}, must be one of {', '.join(map(repr, SCALES))}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tensor.is_floating_point() or tensor.ndim not in (3, 4):
+            raise InvalidType(f"{name}: is {tensor.dtype} with shape {tuple(tensor.shape)}, must be (batch, seqlen, "
+                              "nheads, dim) or (total, nheads, dim) of floats")  # fmt: skip
+    if rotation_seed is not None:
+        matrix = rotation(q.shape[-1], rotation_seed, device=q.device)
+        q, k = q.float() @ matrix, k.float() @ matrix
+    nheads_k = k.shape[-2]
+    stored_q, q_descale = _stored(q, nheads_k, scales)
+    stored_k, k_descale = _stored(k, nheads_k, scales)
+    stored_v, v_descale = _stored(v, nheads_k, scales)
+    return Quantized(stored_q, stored_k, stored_v, q_descale, k_descale, v_descale)
+
+
+def rotation(headdim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """An orthogonal (headdim, headdim): random signs, then a Hadamard matrix over the largest power of two in headdim.
+
+    The same seed gives the same matrix on every device.
+    """
+    if headdim < 1:
+        raise InvalidInput(f"headdim: is {headdim}, must be at least 1")
+    size = headdim & -headdim
+    hadamard = torch.ones(1, 1)
+    while hadamard.shape[0] < size:
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (headdim,), generator=generator) * 2.0 - 1.0
+    matrix = torch.kron(torch.eye(headdim // size), hadamard / math.sqrt(size))
+    return (signs[:, None] * matrix).to(device)
+
+
+def _stored(tensor: torch.Tensor, nheads_k: int, scales: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and descale of one tensor."""
+    real = tensor.float()
+    largest = real.abs().amax() if scales == "tensor" else _largest_of_heads(real, nheads_k)
+    descale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    stored = (real / spread(descale, real.shape[-2], real.ndim)).clamp(-LARGEST, LARGEST).to(FP8)
+    return stored, descale
+
+
+def _largest_of_heads(real: torch.Tensor, nheads_k: int) -> torch.Tensor:
+    """(batch, nheads_k), packed (nheads_k,)."""
+    by_head = real.abs().amax((-3, -1))
+    return by_head.reshape(*by_head.shape[:-1], nheads_k, -1).amax(-1)

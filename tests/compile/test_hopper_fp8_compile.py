@@ -1,0 +1,39 @@
+"""The fp8 kernel compiles for sm_90a, fits the device, and keeps its matrix products asynchronous, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.compile.hopper_kernels import SHARED_MEMORY, launches, machine
+from tests.compile.test_hopper_compile import DIMS, FEATURES
+from tilewise.descale import FP8
+
+QUICK = ("causal",)
+# local memory accesses in the loops with products: three warpgroups leave 160 registers for 64 channels, and every
+# feature at once needs more constants
+HOT_SPILLS = {(64, name): 36 for name in FEATURES} | {(64, "everything"): 60, (128, "everything"): 16}
+
+
+def cases() -> list[Any]:
+    """Every tile with every feature; most are slow."""
+    return [
+        pytest.param(*dims, name, id=f"{dims[0]}-{dims[1]}-{name}", marks=[] if name in QUICK else [pytest.mark.slow])
+        for dims in DIMS
+        for name in FEATURES
+    ]
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v", "name"), cases())
+def test_machine_code(headdim: int, headdim_v: int, name: str, tmp_path: Path) -> None:
+    """Shared memory fits, no product waits for the one before it, and the products are fp8's."""
+    for wanted in launches(headdim, headdim_v, FP8, **FEATURES[name]):
+        found = machine(wanted, tmp_path)
+        where = f"{wanted.kernel.__name__}: {found}"
+        assert found.shared <= SHARED_MEMORY, where
+        assert not found.serialized, where
+        assert found.hot_spills <= HOT_SPILLS.get((headdim_v, name), 0), where
+        assert (found.products > 0) == (wanted.kernel.__name__ == "forward_fp8_kernel"), where

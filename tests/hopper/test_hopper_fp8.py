@@ -1,0 +1,154 @@
+"""The fp8 kernel on the device: every length, features, long sums, repeats; against fp64 of the values it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import attention_varlen, attention_with_lse, quantize_fp8
+from tilewise.descale import FP8, real
+from tilewise.testing.oracle import attention_oracle
+
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.hopper, pytest.mark.skipif(not HERE, reason="needs an sm_90 device")]
+BR = {"causal": True}
+# batch, nheads, nheads_k, seqlen_q, seqlen_k, headdim, headdim_v; options; whether there are descales. Every set of
+# features is compiled on its own, so few kernels serve many cases.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
+    "full": ((2, 4, 4, 256, 256, 128, 128), {}, False),
+    "one query": ((2, 8, 2, 1, 900, 128, 128), {}, True),
+    "gqa ragged": ((1, 8, 2, 391, 517, 128, 128), BR, True),
+    "empty rows": ((1, 4, 4, 500, 200, 128, 128), BR, True),
+    "more tiles than CTAs": ((3, 8, 4, 1500, 1500, 128, 128), BR, True),
+    "one key": ((2, 4, 4, 200, 1, 64, 64), {}, False),
+    "mqa top left": ((1, 4, 1, 1000, 700, 64, 64), {"causal": "top_left"}, True),
+    "window, negative scale": ((1, 4, 2, 777, 1500, 128, 128), {"window_size": (100, 20), "softmax_scale": -0.1}, True),
+    "causal window": ((1, 4, 2, 300, 700, 256, 256), BR | {"window_size": (150, 0)}, True),
+    "96, softcap": ((1, 4, 4, 500, 500, 96, 96), BR | {"softcap": 5.0}, True),
+    "192 and 128": ((1, 4, 4, 700, 700, 192, 128), BR, True),
+    "256": ((1, 4, 4, 300, 513, 256, 256), {}, False),
+}
+
+
+def stored(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(FP8)
+
+
+def tensors(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, nheads, nheads_k, seqlen_q, seqlen_k, headdim, headdim_v = sizes
+    k, v = stored(batch, seqlen_k, nheads_k, headdim), stored(batch, seqlen_k, nheads_k, headdim_v)
+    return stored(batch, seqlen_q, nheads, headdim), k, v
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: dict[str, torch.Tensor], **options: Any):
+    """fp64 of the real values, on the CPU."""
+    values = [
+        real(t, descales.get(f"{name}_descale"), torch.float64).cpu() for name, t in (("q", q), ("k", k), ("v", v))
+    ]
+    return attention_oracle(*values, dtype=torch.float64, **options)
+
+
+def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    error = (actual.cpu().double() - exact).square().mean().sqrt()
+    return float(error / exact.square().mean().sqrt().clamp_min(1e-30))
+
+
+def descales_of(batch: int, nheads_k: int) -> dict[str, torch.Tensor]:
+    return {
+        "q_descale": torch.rand(batch, nheads_k, device="cuda") + 0.5,
+        "k_descale": torch.tensor(-0.7, device="cuda"),
+        "v_descale": torch.rand(batch, nheads_k, device="cuda") * 20,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64_of_the_real_values(name: str) -> None:
+    """P in e4m3 is off by 2.6 % rms a weight, and what it is off averages out with the values."""
+    sizes, options, scaled = CASES[name]
+    q, k, v = tensors(sizes)
+    descales = descales_of(sizes[0], sizes[2]) if scaled else {}
+    out, lse = attention_with_lse(q, k, v, backend="hopper", **descales, **options)
+    assert out.dtype == torch.bfloat16
+    exact, exact_lse = expected(q, k, v, descales, **options)
+    assert torch.equal(lse.cpu().isinf(), exact_lse.isinf())
+    assert relative(out, exact) < 0.05
+    seen = ~exact_lse.isinf()
+    torch.testing.assert_close(lse.cpu()[seen].double(), exact_lse[seen], atol=6e-3, rtol=1e-3)
+    assert (out.cpu().transpose(1, 2)[~seen] == 0).all()
+    again = attention_with_lse(q, k, v, backend="hopper", **descales, **options)[0]
+    assert torch.equal(out, again)
+
+
+def test_every_length_of_a_cache() -> None:
+    """No step where a block of keys begins (case 129)."""
+    errors = {}
+    for length in range(1, 261):
+        q, k, v = tensors((1, 6, 1, 1, length, 128, 128))
+        out, _ = attention_with_lse(q, k, v, backend="hopper")
+        exact, _ = expected(q, k, v, {})
+        cosine = torch.nn.functional.cosine_similarity(out.cpu().double().flatten(), exact.flatten(), dim=0)
+        assert cosine >= 0.998, length
+        errors[length] = relative(out, exact)
+    around, before = max(errors[n] for n in (127, 128, 129, 130)), max(errors[n] for n in range(100, 127))
+    assert around < 1.5 * before
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_long_sums_keep_their_tail(headdim: int) -> None:
+    """With values of one, out is one: the products' short accumulators may not lose a share that grows."""
+    for length in (1024, 16384, 131072):
+        q, k, _ = tensors((1, 2, 2, 128, length, headdim, headdim))
+        ones = torch.ones_like(k.float()).to(FP8)
+        out, _ = attention_with_lse(q, k, ones, backend="hopper")
+        assert (out.float() - 1).abs().mean() < 3e-3, length
+
+
+def test_packed_equals_dense() -> None:
+    lengths_q, lengths_k = [40, 5, 128, 300], [700, 5, 0, 100]
+    offsets = [torch.tensor([0, *lengths], device="cuda").cumsum(0).int() for lengths in (lengths_q, lengths_k)]
+    q, k, v = stored(sum(lengths_q), 4, 128), stored(sum(lengths_k), 2, 128), stored(sum(lengths_k), 2, 128)
+    descales = descales_of(4, 2)
+    keywords = {"causal": True, "backend": "hopper"}
+    out = attention_varlen(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **descales, **keywords)
+    for index in range(4):
+        rows, keys = (slice(int(o[index]), int(o[index + 1])) for o in offsets)
+        own = {name: t[index : index + 1] if t.ndim else t for name, t in descales.items()}
+        dense, _ = attention_with_lse(q[None, rows], k[None, keys], v[None, keys], **own, **keywords)
+        assert torch.equal(out[rows], dense[0])
+
+
+def test_nan_in_keys_that_no_query_sees() -> None:
+    q, k, v = tensors((1, 2, 2, 100, 300, 128, 128))
+    for tensor in (k, v):
+        tensor[:, 100:].view(torch.uint8).fill_(0x7F)
+    out, lse = attention_with_lse(q, k, v, causal="top_left", backend="hopper", **descales_of(1, 2))
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+def test_quantized_with_a_rotation() -> None:
+    """Scattered outliers in q and k: a rotation takes part of the error that plain e4m3 has."""
+    q, k, v = (torch.randn(1, 1024, 4, 128, device="cuda") for _ in range(3))
+    for tensor in (q, k):
+        tensor += 10 * torch.randn_like(tensor) * (torch.rand_like(tensor) < 0.001)
+    exact, _ = attention_oracle(*(t.cpu().double() for t in (q, k, v)), dtype=torch.float64)
+    errors = []
+    for seed in (None, 0):
+        x = quantize_fp8(q, k, v, rotation_seed=seed)
+        out, _ = attention_with_lse(x.q, x.k, x.v, **x.keywords(), backend="hopper")
+        errors.append(relative(out, exact))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_repeats_are_bitwise_equal_under_load() -> None:
+    q, k, v = tensors((2, 8, 4, 1111, 1313, 128, 128))
+    descales = descales_of(2, 4)
+    first = attention_with_lse(q, k, v, causal=True, backend="hopper", **descales)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        again = attention_with_lse(q, k, v, causal=True, backend="hopper", **descales)
+        for one, other in zip(again, first, strict=True):
+            different += (one != other).any()
+    assert int(different) == 0

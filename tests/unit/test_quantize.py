@@ -1,0 +1,92 @@
+"""e4m3 with descales: what is stored, and the errors that scales and rotation leave, against plain e4m3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import InvalidInput, InvalidType, attention, quantize_fp8
+from tilewise.descale import FP8, real
+from tilewise.quantize import LARGEST, rotation
+from tilewise.testing.oracle import attention_oracle
+
+
+def normal(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> float:
+    """rms error of attention over rms of the exact, from what the quantised tensors stand for."""
+    exact, _ = attention_oracle(q.double(), k.double(), v.double(), dtype=torch.float64)
+    x = quantize_fp8(q, k, v, **options)  # type: ignore[arg-type]
+    out = attention(x.q, x.k, x.v, **x.keywords(), backend="cpu").double()
+    return float((out - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head"])
+def test_stored_times_descale_is_the_tensor(scales: str) -> None:
+    q, k, v = normal(2, 50, 4, 64)
+    k, v = k[:, :, :2], v[:, :, :2] * torch.tensor([1e-3, 1e3])[:, None]
+    x = quantize_fp8(q, k, v, scales=scales)
+    shape = () if scales == "tensor" else (2, 2)
+    for stored, descale, given in ((x.q, x.q_descale, q), (x.k, x.k_descale, k), (x.v, x.v_descale, v)):
+        assert stored.dtype == FP8
+        assert descale.shape == shape
+        assert stored.float().abs().max() == LARGEST
+        if scales == "head":
+            torch.testing.assert_close(real(stored, descale), given, rtol=1 / 16, atol=1e-3 * float(given.abs().max()))
+
+
+def test_packed_tensors_have_one_descale_a_head() -> None:
+    q, k, v = normal(30, 4, 32)
+    x = quantize_fp8(q, k[:, :2], v[:, :2])
+    assert x.q_descale.shape == x.k_descale.shape == (2,)
+    torch.testing.assert_close(real(x.q, x.q_descale), q, rtol=1 / 16, atol=1e-2)
+
+
+def test_zeros_have_descale_one() -> None:
+    zeros = torch.zeros(1, 3, 2, 8)
+    x = quantize_fp8(zeros, zeros, zeros)
+    assert (x.k_descale == 1).all()
+    assert (x.k.float() == 0).all()
+
+
+@pytest.mark.parametrize("headdim", [1, 64, 96, 80])
+def test_rotation_is_orthogonal_and_repeatable(headdim: int) -> None:
+    matrix = rotation(headdim, 3)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(headdim), atol=1e-6, rtol=0)
+    assert torch.equal(matrix, rotation(headdim, 3))
+
+
+def test_rotation_pays_for_scattered_outliers() -> None:
+    """0.1 % of the numbers with ten times the spread, as in Shah et al. 2024: 0.077 becomes 0.052."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        t + 10 * torch.randn(t.shape, generator=generator) * (torch.rand(t.shape, generator=generator) < 0.001)
+        for t in normal(1, 512, 4, 128)
+    )
+    plain, rotated = error_of(q, k, v), error_of(q, k, v, rotation_seed=0)
+    assert rotated < 0.8 * plain
+
+
+def test_rotation_costs_where_one_channel_holds_the_outliers() -> None:
+    """A large channel of k alone meets small numbers of q: its roundings are few until they are spread: 0.12, 0.23."""
+    q, k, v = normal(1, 512, 4, 128)
+    q[..., 3] *= 30
+    k[..., 7] *= 30
+    assert error_of(q, k, v) < 0.8 * error_of(q, k, v, rotation_seed=0)
+
+
+def test_rotation_changes_little_of_plain_numbers() -> None:
+    q, k, v = normal(1, 512, 4, 128)
+    assert error_of(q, k, v, rotation_seed=0) == pytest.approx(error_of(q, k, v), rel=0.1)
+
+
+def test_what_is_refused() -> None:
+    q, k, v = normal(1, 3, 2, 8)
+    with pytest.raises(InvalidInput, match="scales: is 'block'"):
+        quantize_fp8(q, k, v, scales="block")
+    with pytest.raises(InvalidType, match="k: is torch"):
+        quantize_fp8(q, k.int(), v)
