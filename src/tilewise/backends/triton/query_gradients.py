@@ -11,12 +11,12 @@ from tilewise.backends.triton.backward_parts import at_most_one, probabilities, 
 
 @triton.jit
 def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
-               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, special, seqlen_q, seqlen_k,
+               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, cut, seqlen_q, seqlen_k,
                EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys).
 
-    EDGE: some keys may not be touched, or the block lists say that pairs are excluded. ``special``: the band excludes
-    pairs, or lse is huge.
+    EDGE: some keys may not be touched, the block lists say that pairs are excluded, or lse is huge. ``cut``: the band
+    excludes some.
     """
     q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
     k_desc, v_desc = descriptors
@@ -46,11 +46,9 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
     p = probabilities(s, lse[:, None], scalars, MODE)
     if EDGE:
         p = at_most_one(p)
-    else:
-        if special:
-            p = at_most_one(p)
-            if MODE.band:
-                p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+    if MODE.band and not EDGE:
+        if cut:
+            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
     if TILE.num_dv == 1:
         if BOXES:
             v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
@@ -154,23 +152,26 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     inner_first, full_first, full_last, inner_last = P.sorted_blocks(
         first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
-    if huge:
-        full_first = inner_last  # every tile is special
+    if huge:  # every tile is an edge, and the others need no clamp
+        inner_last = inner_first
     num_inner = inner_last - inner_first
     num_edge = inner_first - first + last - inner_last
     EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
     if MODE.lists:
         list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
                                                     m_begin < seqlen_q)
+        if huge:
+            num_edge += num_inner
+            num_inner = 0
     for step in tl.range(0, num_inner, num_stages=TILE.stages):
         if MODE.lists:
             n_block = tl.load(list_ptr + step)
         else:
             n_block = inner_first + step
-        special = (n_block < full_first) | (n_block >= full_last) if MODE.band else huge
+        cut = (n_block < full_first) | (n_block >= full_last)
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, special, seqlen_q, seqlen_k,
+            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k,
             False, MODE, TILE, GRADS)
     for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
         if MODE.lists:
