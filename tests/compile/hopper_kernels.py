@@ -54,11 +54,19 @@ def recorded() -> Iterator[list[Wanted]]:
         yield wanted
 
 
-def launches(headdim: int, headdim_v: int, dtype: torch.dtype, varlen: bool = False, **options: Any) -> list[Wanted]:
+def launches(
+    headdim: int,
+    headdim_v: int,
+    dtype: torch.dtype,
+    varlen: bool = False,
+    rows: int = 300,
+    keys: int = 300,
+    **options: Any,
+) -> list[Wanted]:
     """What forward and backward of one call would launch; fp8 has a forward, here with descales."""
-    lead = (300,) if varlen else (2, 300)
+    lead, lead_k = ((300,), (300,)) if varlen else ((2, rows), (2, keys))
     q, dout = (torch.empty(*lead, 4, dim, dtype=dtype) for dim in (headdim, headdim_v))
-    k, v = (torch.empty(*lead, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
+    k, v = (torch.empty(*lead_k, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
     offsets = torch.tensor([0, 100, 300], dtype=torch.int32) if varlen else None
     plain = dict.fromkeys(Arguments._fields) | {
         "causal": "none",

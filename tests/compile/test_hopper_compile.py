@@ -19,6 +19,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window_left": 100, "window_right": 20},
     "softcap": {"causal": "bottom_right", "softcap": 30.0},
     "alibi_sink": {"causal": "bottom_right", "alibi_slopes": True, "sink": True},
+    "ranges": {"causal": "bottom_right", "sink": True, "keys": 20000},
+    "long": {"causal": "bottom_right", "rows": 9000},
     "packed": {"causal": "bottom_right", "varlen": True},
     "everything": {
         "causal": "top_left",
@@ -29,15 +31,17 @@ FEATURES: dict[str, dict[str, Any]] = {
         "varlen": True,
     },
 }
-QUICK = ("causal", "everything")
+QUICK = ("causal", "everything", "long")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {"window": 8, "alibi_sink": 16, "softcap": 110, "everything": 600}
-DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile
+DIMS = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (192, 192))
 
 
 def cases() -> list[Any]:
     """Every tile with every feature; those that only repeat what a quick one shows are slow."""
-    rows = [(*dims, BF16, name) for dims in DIMS for name in FEATURES] + [(128, 128, FP16, "causal")]
+    rows = [(*dims, BF16, name) for dims in DIMS for name in FEATURES if name != "long"]
+    rows += [(128, 128, FP16, "causal"), (64, 64, BF16, "long")]
     return [
         pytest.param(*row, id=f"{row[0]}-{row[1]}-{str(row[2]).removeprefix('torch.')}-{row[3]}",
                      marks=[] if row[3] in QUICK and row[2] == BF16 else [pytest.mark.slow])
@@ -56,5 +60,5 @@ def test_machine_code(headdim: int, headdim_v: int, dtype: torch.dtype, name: st
         assert found.hot_spills <= HOT_SPILLS.get(name, 0), where
         kernel = wanted.kernel.__name__
         if kernel == "forward_kernel" and name != "everything":
-            assert found.spilled == 0, where
+            assert found.spilled <= COLD_SPILLS, where
         assert (found.products > 0) == (kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel")), where

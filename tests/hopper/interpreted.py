@@ -7,8 +7,10 @@ import math
 
 import torch
 
+from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
 from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
+from tilewise.states import merge_states
 
 LENGTHS = [0, 5, 128, 300, 1, 129, 300]
 OFFSETS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
@@ -41,6 +43,27 @@ def clear() -> None:
     clear_kernel[(-(-total // 32),)](out, None, OFFSETS, BATCH, total, 0, 3 * 72, 32, 128)
     assert out[:end].isnan().all()
     assert (out[end:] == 0).all()
+
+
+def combine() -> None:
+    """As merging one state after the other; some are empty, and one row is empty in all."""
+    splits, batch, seqlen, nheads, headdim_v = 3, 2, 5, 3, 40
+    rows = batch * nheads * seqlen
+    outs, lses = torch.randn(splits, rows, 64), torch.randn(splits, rows) * 10
+    lses[0, 4], lses[1:, 7], lses[:, 9] = -torch.inf, -torch.inf, -torch.inf
+    outs[lses == -torch.inf] = 0
+    out = torch.full((batch, seqlen, nheads, headdim_v), torch.nan)
+    lse = torch.full((batch, nheads, seqlen), torch.nan)
+    combine_kernel[(-(-rows // 4),)](outs, lses, out, lse, splits, rows, seqlen, nheads, headdim_v, 4, 64)
+    states = [
+        (o[:, :headdim_v].view(batch, nheads, seqlen, headdim_v).transpose(1, 2), each.view_as(lse))
+        for o, each in zip(outs, lses, strict=True)
+    ]
+    expected = states[0]
+    for state in states[1:]:
+        expected = merge_states(*expected, *state)
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
 
 
 def around(headdim: int, block_m: int, packed: bool) -> None:
@@ -103,6 +126,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     table()
     clear()
+    combine()
     for packed in (False, True):
         around(128, 64, packed)
         around(64, 128, packed)

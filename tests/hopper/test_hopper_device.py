@@ -59,6 +59,9 @@ CASES = [
     Case("96 fp16", 1, 4, 4, 500, 500, 96, 96, BR, FP16),
     Case("40 ragged", 1, 2, 2, 129, 65, 40, 40, {}),
     Case("192 and 128", 1, 4, 4, 700, 700, 192, 128, BR),
+    Case("192 window", 1, 4, 2, 300, 500, 192, 192, {"window_left": 150}),
+    Case("96 and 64", 2, 4, 2, 200, 333, 96, 64, {}),
+    Case("160 and 128", 1, 2, 2, 300, 300, 160, 128, BR),
     Case("64 and 128", 1, 4, 4, 300, 300, 64, 128, BR),
     Case("one query", 2, 8, 2, 1, 900, 128, 128, BR),
     Case("one key", 2, 4, 4, 200, 1, 128, 128, {}),
@@ -68,10 +71,14 @@ CASES = [
     Case("negative scale", 1, 2, 2, 300, 300, 128, 128, {"softmax_scale": -0.1}),
     Case("scale 0", 1, 2, 2, 300, 300, 128, 128, BR | {"softmax_scale": 0.0}),
     Case("more tiles than CTAs", 3, 8, 4, 1500, 1500, 128, 128, BR),
+    Case("ranges of keys", 1, 2, 1, 100, 9000, 128, 128, {}),
+    Case("ranges of keys, causal with a sink", 1, 2, 2, 200, 5000, 64, 64, BR | {"sink": True, "alibi_slopes": True}),
+    Case("ranges of keys, empty rows", 1, 2, 2, 3000, 2500, 256, 256, BR | {"window_left": 1800}),
     Case("packed", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([0, 5, 128, 300, 1, 777], [3, 5, 128, 400, 1, 600])),
     Case("packed sink", 0, 4, 2, 0, 0, 128, 128, BR | {"sink": True}, lengths=([0, 5, 300, 77], [3, 5, 400, 1])),
     Case("packed full", 0, 4, 2, 0, 0, 64, 64, {}, lengths=([40, 5, 128, 0, 300], [700, 5, 0, 7, 9])),
     Case("packed same lengths", 0, 4, 2, 0, 0, 128, 128, BR, lengths=([40, 0, 1300, 64], [40, 0, 1300, 64])),
+    Case("packed 192", 0, 4, 2, 0, 0, 192, 128, BR, lengths=([5, 128, 300, 1], [70, 128, 9, 400])),
     Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
 ]
 
@@ -192,6 +199,24 @@ def test_nan_in_a_packed_sequence_without_queries(options: dict[str, Any], dim: 
         assert not actual[name][:3].any()
         assert not actual[name][15:].any()
     assert not actual["dq"][9:].any()
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("rising", [False, True])
+def test_scores_that_rise_or_fall_along_the_keys(headdim: int, rising: bool) -> None:
+    """The running maximum moves at every block, or only at the first; rows of one warp differ in it."""
+    arguments, dout = _arguments(Case("", 1, 2, 2, 200, 1500, headdim, headdim, {}))
+    scores = torch.linspace(-60, 60, 1500, device="cuda") * (1 if rising else -1) * headdim**0.5
+    arguments.q[..., 0] = 1 + torch.arange(200, device="cuda")[None, :, None] % 2
+    arguments.k[..., 0] = scores[None, :, None]
+    problem, inputs = describe(arguments)
+    out, lse = BACKEND.forward(problem, inputs)
+    dlse = torch.zeros_like(lse)
+    exact = _expected(Case("", 1, 2, 2, 200, 1500, headdim, headdim, {}), arguments, dout, dlse, torch.float64)
+    plain = _expected(Case("", 1, 2, 2, 200, 1500, headdim, headdim, {}), arguments, dout, dlse, BF16)
+    for name, tensor in (("out", out), ("lse", lse)):
+        verdict = within_budget(tensor.cpu(), exact[name], plain[name], name=name)
+        assert verdict.ok, verdict
 
 
 def test_repeats_are_bitwise_equal_under_load() -> None:

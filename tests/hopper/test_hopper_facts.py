@@ -164,3 +164,39 @@ def test_nothing_seen_is_zeros_and_the_sink() -> None:
     grads = _empty_backward(shape, inputs, lse, torch.ones_like(lse))
     assert not grads["q"].any()
     assert torch.equal(grads["sink"], torch.full((1, 4), 300.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({"batch": 16, "nheads": 16, "nheads_k": 16, "seqlen_q": 1024, "seqlen_k": 1024}, 1),  # the machine is full
+        ({"nheads": 2, "seqlen_q": 128, "seqlen_k": 512}, 1),  # merging would cost more
+        ({"nheads": 100, "nheads_k": 100, "seqlen_q": 128, "seqlen_k": 512}, 1),
+        ({"nheads": 2, "seqlen_q": 128, "seqlen_k": 131072}, 64),
+        ({"nheads": 2, "seqlen_q": 128, "seqlen_k": 131072, "varlen": True, "total_q": 128, "total_k": 131072}, 1),
+    ],
+)
+def test_splits(changes: dict[str, Any], splits: int) -> None:
+    shape = problem(**changes)
+    assert tiles.key_splits(shape, tiles.forward_tile(shape), 132) == splits
+
+
+@pytest.mark.parametrize(
+    ("headdim", "headdim_v", "rows", "expected"),
+    [
+        (64, 64, 300, (128, 64, 64)),
+        (40, 64, 16384, (192, 64, 64)),
+        (72, 96, 300, (128, 96, 128)),
+        (96, 64, 300, (128, 128, 128)),
+        (104, 8, 300, (128, 128, 128)),
+        (192, 128, 300, (128, 192, 128)),
+        (136, 192, 300, (128, 192, 256)),
+        (200, 128, 300, (128, 256, 128)),
+        (64, 256, 300, (128, 256, 256)),
+    ],
+)
+def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[int, int, int]) -> None:
+    tile = tiles.forward_tile(problem(headdim=headdim, headdim_v=headdim_v, seqlen_q=rows))
+    assert (tile.block_m, tile.block_d, tile.block_dv) == expected
+    assert tile.queries_barrier + tile.consumers <= 16  # named barriers of a CTA
+    assert tile.parts * tile.part_d >= tile.block_d

@@ -14,6 +14,11 @@ from tilewise.inputs import Arguments, Inputs, describe
 from tilewise.problem import Problem
 
 
+def shape(value: Any) -> Any:
+    """What the launcher's argument format depends on: nesting, and where there is nothing."""
+    return tuple(map(shape, value)) if isinstance(value, tuple) else value is None
+
+
 class Recorded:
     """Stands for a compiled kernel."""
 
@@ -21,11 +26,12 @@ class Recorded:
 
     def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
         self.name, self.grid, self.arguments = kernel.__name__, grid, arguments
-        self.run_time = sum(not parameter.is_constexpr for parameter in kernel.params)
+        pairs = zip(arguments, kernel.params, strict=True)
+        self.expected = [shape(value) for value, parameter in pairs if not parameter.is_constexpr]
         launch.source(kernel, arguments)  # every argument has a type that Triton knows
 
     def __call__(self, stream: int, *arguments: Any) -> None:
-        assert len(arguments) == self.run_time
+        assert [shape(value) for value in arguments] == self.expected
         Recorded.calls.append((self.name, self.grid, arguments))
 
 
@@ -58,7 +64,7 @@ def test_forward_addresses_and_grid(calls: list[Any]) -> None:
     assert [m.data_ptr() for m in arguments[:4]] == [t.data_ptr() for t in (q, k, v, out)]
     assert arguments[0].shape == (2, 4, 300, 128)
     assert arguments[0].strides == (300 * 512, 128, 512, 1)
-    assert arguments[4][:4] == (7, lse.data_ptr(), None, None)
+    assert arguments[4][:5] == (7, lse.data_ptr(), None, None, None)
     assert out.shape == (2, 300, 4, 128)
     assert lse.shape == (2, 4, 300)
 
@@ -74,6 +80,21 @@ def test_unseen_keys_are_cut_off(calls: list[Any]) -> None:
     grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, lse)
     assert [name for name, _, _ in calls[1:]] == ["before_kernel", "backward_kernel", "after_kernel"]
     assert not grads["k"].any()  # allocated as zeros, since no tile writes all of it
+
+
+def test_few_tiles_with_many_keys_are_split(calls: list[Any]) -> None:
+    q, k = half(1, 128, 2, 128), half(1, 5000, 2, 128)
+    out, lse = Hopper().forward(*call(q, k, k))
+    (forward, grid, arguments), (merge, merged, states) = calls
+    assert (forward, merge) == ("forward_kernel", "combine_kernel")
+    sizes = arguments[5]
+    assert grid == sizes.tiles == 2 * sizes.splits <= 132
+    assert (sizes.splits - 1) * sizes.split_keys < 5000 <= sizes.splits * sizes.split_keys
+    assert sizes.split_keys % 128 == 0
+    lses, outs = arguments[4][1:3]
+    assert lses - outs == sizes.splits * 2 * 128 * 128 * 4
+    assert states[:6] == (outs, lses, out.data_ptr(), lse.data_ptr(), sizes.splits, 256)
+    assert merged == 64
 
 
 def test_one_plan_for_repeated_calls_and_a_copy_for_odd_strides(calls: list[Any]) -> None:

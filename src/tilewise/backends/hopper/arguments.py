@@ -29,6 +29,8 @@ class Sizes(NamedTuple):
     heads_in_flight: int  # heads whose tiles are worked on together, so that their keys stay in L2
     tiles: int
     rows: int  # rows of one head in lse (packed: total_q)
+    splits: int = 1  # ranges that the keys of a query tile are cut into, each a tile of its own
+    split_keys: int = 0  # keys of a range
 
 
 class Scalars(NamedTuple):
@@ -44,7 +46,8 @@ class Pointers(NamedTuple):
     """Plain addresses; None leaves no trace in the kernel."""
 
     ticket: Any  # int32 (1,): the next tile; 0 before and after every launch
-    lse: Any = None  # fp32 (batch, nheads, seqlen_q), packed (nheads, total_q)
+    lse: Any = None  # fp32 (batch, nheads, seqlen_q), packed (nheads, total_q), split (splits, batch, nheads, seqlen_q)
+    outs: Any = None  # split only: fp32 (splits, batch, nheads, seqlen_q, block_dv)
     alibi_slopes: Any = None  # fp32 (batch, nheads)
     sink: Any = None  # fp32 (batch, nheads)
     cu_seqlens_q: Any = None  # int32 (batch + 1,)
@@ -59,6 +62,7 @@ class Mode(NamedTuple):
     upper: bool = False  # the band has an upper bound (causal, right window)
     top_left: bool = False  # packed only: the upper bound is also <= 0
     varlen: bool = False
+    split: bool = False  # a tile sees one range of the keys, and its state is merged with the others' afterwards
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
@@ -75,12 +79,38 @@ class ForwardTile(NamedTuple):
     consumers: int
     registers: int  # of a consumer's thread
     q_in_registers: bool
-    own_out: bool  # out leaves through shared memory of its own, not through q's
+    out_parts: int  # out leaves in so many goes, for want of shared memory
+    lazy: bool  # the maximum follows only what outgrows it a lot, and a warp without such a row leaves out as it is
 
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
         return 64 * self.consumers
+
+    @property
+    def keys_barrier(self) -> int:
+        """First of the named barriers at which k slots are let go; Triton takes one for each partition and one more."""
+        return self.consumers + 2
+
+    @property
+    def values_barrier(self) -> int:
+        """The same of v."""
+        return self.keys_barrier + self.stages
+
+    @property
+    def queries_barrier(self) -> int:
+        """The same of q."""
+        return self.values_barrier + self.stages
+
+    @property
+    def parts(self) -> int:
+        """Boxes that q and k come in: one if ``block_d`` is a power of two, else of 64 channels, the last half full."""
+        return 1 if self.block_d & (self.block_d - 1) == 0 else -(-self.block_d // 64)
+
+    @property
+    def part_d(self) -> int:
+        """Channels of such a box."""
+        return self.block_d if self.parts == 1 else 64
 
 
 class Descale(NamedTuple):
@@ -125,6 +155,11 @@ class Fp8Tile(NamedTuple):
         """Query rows of a tile."""
         return 64 * self.consumers
 
+    @property
+    def lazy(self) -> bool:
+        """Whether the maximum may lag behind: never, e4m3 has no room for probabilities larger than 2**RAISE."""
+        return False
+
 
 class Ring(NamedTuple):
     """Slots of shared memory that one side fills and the other empties, with an mbarrier for each event."""
@@ -135,7 +170,7 @@ class Ring(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Slots of shared memory, with an mbarrier each for their being full; see ``barriers`` for their being empty."""
+    """Slots of shared memory, with an mbarrier each for their being full; named barriers tell that they are empty."""
 
     slots: Any
     full: Any
@@ -159,6 +194,7 @@ class Work(NamedTuple):
     lower: Any
     upper: Any
     shift: Any
+    split: Any  # which range of the keys: see Sizes.splits
 
 
 class KeyBlocks(NamedTuple):

@@ -64,7 +64,7 @@ def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
         batch = head // nheads_k
         q = Span(batch, sizes.seqlen_q)
         k = Span(batch, sizes.seqlen_k)
-        return Work(block, head - batch * nheads_k, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
+        return Work(block, head - batch * nheads_k, batch, q, k, sizes.lower, sizes.upper, sizes.shift, 0)
 
 
 @gluon.jit

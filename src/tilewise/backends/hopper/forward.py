@@ -1,199 +1,132 @@
-"""The forward: one producer warp moves tiles by TMA, each consumer warpgroup runs the online softmax of 64 query rows.
-
-Keys are walked from the last visible block to the first, so that a causal tile starts on its diagonal. The product
-q k^T of the next block runs under the softmax of this one.
-"""
+"""The forward: one producer warp moves tiles by TMA, each consumer warpgroup runs the softmax of 64 query rows."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.arguments import Ring
+from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import (
-    LN2,
     LOG2E,
-    capped,
     count_tiles,
-    draw_ticket,
-    keep_band,
+    draw,
     key_blocks,
-    load,
-    locate,
     matrix,
-    new_barriers,
-    new_ring,
-    new_tickets,
     publish,
-    read_ticket,
     rows_at,
-    tilt,
 )
+from tilewise.backends.hopper.rings import fill, new_slots
+from tilewise.backends.hopper.softmax import finish_rows
+from tilewise.backends.hopper.walk import let_go_values, real_channels, start_product, walk
+from tilewise.backends.hopper.works import await_block, locate, new_works, publish_end, publish_work, read_work
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, sizes, MODE: gl.constexpr,
+def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, sizes, MODE: gl.constexpr,
              TILE: gl.constexpr):
-    """Fetches q of every tile and its k and v blocks, last block first, and draws the next tile."""
+    """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile."""
     STAGES: gl.constexpr = TILE.stages
+    BLOCK_M: gl.constexpr = TILE.block_m
+    PARTS: gl.constexpr = TILE.parts
     CONSUMERS: gl.constexpr = TILE.consumers
-    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    THREADS: gl.constexpr = 128 * CONSUMERS + 32
     tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
     n = 0
     it = 0
     while tile < tiles:
         work = locate(tile, pointers, sizes, MODE)
+        publish_work(works, n, work, MODE)
         head_k = work.head // sizes.group
         blocks = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
+        first_key = work.split * sizes.split_keys
         for c in gl.static_range(CONSUMERS):
-            load(q_ring, c, n, q_desc, rows_at(work.q, work.head, work.block * BLOCK_M + c * 64, MODE))
+            row = work.block * BLOCK_M + c * 64
+            fill(q_ring, c, n, TILE.queries_barrier, 160, q_desc, work.q, work.head, row, MODE, PARTS)
         for t in range(0, blocks.last - blocks.first):
-            coord = rows_at(work.k, head_k, (blocks.last - 1 - t) * TILE.block_n, MODE)
-            load(k_ring, it % STAGES, it // STAGES, k_desc, coord)
-            load(v_ring, it % STAGES, it // STAGES, v_desc, coord)
+            row = first_key + (blocks.last - 1 - t) * TILE.block_n
+            slot = it % STAGES
+            fill(k_ring, slot, it // STAGES, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, PARTS)
+            fill(v_ring, slot, it // STAGES, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
             it += 1
-        tile = draw_ticket(tickets, pointers.ticket, n, tiles)
+        tile = draw(pointers.ticket, tiles)
         n += 1
+    publish_end(works, n)
 
 
 @gluon.jit
-def partial_sums(p):
-    """Sums of each row over what one thread holds, (rows, 4): the threads meet only once, after the last block."""
-    COLS: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLS // 8, 4, 2]), 3), 1)
+def halves(o):
+    """The two halves of the columns; no data moves."""
+    COLS: gl.constexpr = o.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLS]), [0, 2, 1]))
+    return gl.convert_layout(low, LAYOUT, assert_trivial=True), gl.convert_layout(high, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def softmax_step(s, row_max, row_sum, scale_log2, MODE: gl.constexpr, RAISE: gl.constexpr = 0):
-    """One block of the online softmax: probabilities against the new maximum, and the factor for what came before.
-
-    Probabilities, and with them row_sum, are 2**RAISE times too large.
-    """
-    row_max_new = gl.maximum(row_max, gl.max(s, 1))
-    shift = row_max_new * scale_log2
-    if MODE.lower or MODE.upper or MODE.varlen:  # a row that has seen nothing yet has no maximum to subtract
-        shift = gl.where(row_max_new == float("-inf"), 0.0, shift)
-    rescale = gl.exp2(row_max * scale_log2 - shift)
-    if RAISE:
-        shift -= RAISE
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-    sums = partial_sums(p)
-    by_thread = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    return p, rescale, row_max_new, row_sum * gl.expand_dims(by_thread, 1) + sums
+def copy_out(o, o_desc, o_smem, work, row0, MODE: gl.constexpr, COL: gl.constexpr):
+    """Columns from COL on of 64 rows of out, once the copy before has left the shared memory."""
+    tma.store_wait(0)
+    publish(matrix(o_smem), o.to(o_desc.dtype))
+    tma.async_copy_shared_to_global(o_desc, rows_at(work.q, work.head, row0, MODE, COL), o_smem)
 
 
 @gluon.jit
-def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr,
-                  MODE: gl.constexpr, RAISE: gl.constexpr = 0):
-    """Scores of a block, masked where it is partial (never, unless PARTIAL), through one softmax step."""
-    LAYOUT: gl.constexpr = s.type.layout
-    rows = gl.expand_dims(row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
-    cols = gl.expand_dims(block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
-    if MODE.softcap:
-        s, _ = capped(s, scalars)
-    elif not MODE.raw_scale:
-        s = s * scalars.scale_log2
-    if MODE.alibi:
-        s = tilt(s, rows, cols, work, slope_log2)
-    if PARTIAL:  # at compile time; which blocks are partial is known at run time
-        if block >= blocks.full_last or block < blocks.full_first:
-            s = keep_band(s, rows, cols, work, MODE)
-    if MODE.raw_scale:
-        return softmax_step(s, row_max, row_sum, scalars.scale_log2, MODE, RAISE)
-    else:
-        return softmax_step(s, row_max, row_sum, 1.0, MODE, RAISE)
-
-
-@gluon.jit
-def block_step(block, it, q, o, p, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars,
-               MODE: gl.constexpr, TILE: gl.constexpr):
-    """One block: its scores are computed while the block before is multiplied with v, then its softmax."""
-    STAGES: gl.constexpr = TILE.stages
-    BLOCK_N: gl.constexpr = TILE.block_n
-    S_LAYOUT: gl.constexpr = row_max.type.layout.parent
-    O_LAYOUT: gl.constexpr = o.type.layout
-    here = (it + 1) % STAGES
-    before = it % STAGES
-    mbarrier.wait(k_ring.full.index(here), ((it + 1) // STAGES) & 1)
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-    s = warpgroup_mma(q, matrix(k_ring.slots.index(here)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_ring.full.index(before), (it // STAGES) & 1)
-    o = warpgroup_mma(p, matrix(v_ring.slots.index(before)), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_ring.empty.index(here), count=1)
-    p_new, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, MODE.lower or MODE.upper, MODE
-    )
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    mbarrier.arrive(v_ring.empty.index(before), count=1)
-    p = gl.convert_layout(p_new.to(p.dtype), p.type.layout, assert_trivial=True)
-    by_row = gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    return o * gl.expand_dims(by_row, 1), p, row_max, row_sum
-
-
-@gluon.jit
-def finish_rows(row_max, row_sum, sink_log2, scalars, MODE: gl.constexpr):
-    """lse, and the factor that turns the accumulator into out; an empty row has lse -inf (or its sink) and factor 0."""
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    top = row_max
-    if MODE.raw_scale:
-        top = row_max * scalars.scale_log2
-    top = gl.where(row_max == float("-inf"), float("-inf"), top)
-    if MODE.sink:
-        both = gl.maximum(top, sink_log2)
-        safe = gl.where(both == float("-inf"), 0.0, both)
-        shrink = gl.exp2(top - safe)
-        total = total * shrink + gl.exp2(sink_log2 - safe)
-        factor = gl.where(total == 0.0, 0.0, shrink / total)
-        top = both
-    else:
-        factor = gl.where(total == 0.0, 0.0, 1.0 / total)
-    lse = gl.where(total == 0.0, float("-inf"), top * LN2 + gl.log(total))
-    return lse, factor
-
-
-@gluon.jit
-def store_out(o, lse, factor, o_desc, o_smem, pointers, work, row0, sizes, MODE: gl.constexpr):
-    """Writes 64 rows of out by TMA and of lse directly; rows past the sequence are not touched."""
+def store_rows(o, lse, factor, o_desc, o_smem, pointers, work, row0, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Writes 64 rows of out by TMA, or of a state directly, and of lse; rows past the sequence are not touched."""
+    COLS: gl.constexpr = TILE.block_dv // TILE.out_parts
     rows = row0 + gl.arange(0, 64, layout=lse.type.layout)
     if MODE.varlen:
         first = work.head.to(gl.int64) * sizes.rows + work.q.start
     else:
-        first = (work.batch * sizes.nheads + work.head).to(gl.int64) * sizes.rows
+        first = ((work.split * sizes.batch + work.batch) * sizes.nheads + work.head).to(gl.int64) * sizes.rows
     gl.store(pointers.lse + first + rows, lse, mask=rows < work.q.length)
     by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
     o = gl.where(by_row == 0.0, 0.0, o * by_row)
-    publish(matrix(o_smem), o.to(o_desc.dtype))
-    tma.async_copy_shared_to_global(o_desc, rows_at(work.q, work.head, row0, MODE), o_smem)
+    if MODE.split:
+        here = gl.expand_dims(row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)), 1)
+        cols = gl.expand_dims(gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, o.type.layout)), 0)
+        gl.store(pointers.outs + (first + here) * o.shape[1] + cols, o, mask=(here < work.q.length) & (cols >= 0))
+    elif TILE.out_parts == 1:
+        copy_out(o, o_desc, o_smem, work, row0, MODE, 0)
+    else:
+        low, high = halves(o)
+        copy_out(low, o_desc, o_smem, work, row0, MODE, 0)
+        copy_out(high, o_desc, o_smem, work, row0, MODE, COLS)
 
 
 @gluon.jit
-def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, INDEX: gl.constexpr,
+def parts_of_q(slots, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """q of one consumer as its parts."""
+    FIRST: gl.constexpr = INDEX * TILE.parts
+    if TILE.parts == 1:
+        return (matrix(slots.index(FIRST)),)
+    elif TILE.parts == 2:
+        return real_channels(slots.index(FIRST), 0, TILE), real_channels(slots.index(FIRST + 1), 1, TILE)
+    else:
+        return (
+            real_channels(slots.index(FIRST), 0, TILE),
+            real_channels(slots.index(FIRST + 1), 1, TILE),
+            real_channels(slots.index(FIRST + 2), 2, TILE),
+        )
+
+
+@gluon.jit
+def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.constexpr,
              MODE: gl.constexpr, TILE: gl.constexpr):
     """Online softmax of rows [64 INDEX, 64 INDEX + 64) of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
-    STAGES: gl.constexpr = TILE.stages
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    o_smem = o_slots.index(INDEX)
-    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
-    tile = gl.program_id(0)
     n = 0
     it = 0
-    while tile < tiles:
-        work = locate(tile, pointers, sizes, MODE)
-        blocks = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
+    block = await_block(works, 0)
+    while block >= 0:
+        work = read_work(works, n, block, sizes, MODE)
+        blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
         row0 = (work.block * TILE.consumers + INDEX) * 64
         slope_log2 = 0.0
         sink_log2 = 0.0
@@ -201,48 +134,29 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, 
             slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
         if MODE.sink:
             sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
+            if MODE.split:  # counted once
+                sink_log2 = gl.where(work.split == 0, sink_log2, float("-inf"))
 
         mbarrier.wait(q_ring.full.index(INDEX), n & 1)
-        q = matrix(q_ring.slots.index(INDEX))
         if TILE.q_in_registers:
-            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            q = (matrix(q_ring.slots.index(INDEX)).load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
             fence_async_shared()
-            mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
-
-        slot = it % STAGES
-        mbarrier.wait(k_ring.full.index(slot), (it // STAGES) & 1)
-        zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-        s = warpgroup_mma(q, matrix(k_ring.slots.index(slot)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        row_sum = partial_sums(zeros)
-        o = gl.zeros([64, BLOCK_DV], gl.float32, layout=O_LAYOUT)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_ring.empty.index(slot), count=1)
-        p, _, row_max, row_sum = block_softmax(
-            s, row_max, row_sum, row0, blocks.last - 1, blocks, slope_log2, work, scalars, True, MODE
-        )
-        p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
-        for t in range(1, blocks.last - blocks.first):
-            o, p, row_max, row_sum = block_step(blocks.last - 1 - t, it, q, o, p, row_max, row_sum, k_ring, v_ring,
-                                                row0, blocks, slope_log2, work, scalars, MODE, TILE)
-            it += 1
-
-        slot = it % STAGES
-        mbarrier.wait(v_ring.full.index(slot), (it // STAGES) & 1)
-        o = warpgroup_mma(p, matrix(v_ring.slots.index(slot)), o, is_async=True)
-        lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
-        mbarrier.arrive(v_ring.empty.index(slot), count=1)
-        it += 1
-        if TILE.own_out:
-            tma.store_wait(0)
-        store_out(o, lse, factor, o_desc, o_smem, pointers, work, row0, sizes, MODE)
-        if not TILE.own_out:
-            tma.store_wait(0)
+            tell(TILE.queries_barrier + INDEX, 160)
+        else:
+            q = parts_of_q(q_ring.slots, INDEX, TILE)
+        count = blocks.last - blocks.first
+        o, p, row_max, row_sum = walk(count, it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, DTYPE,
+                                      S_LAYOUT, O_LAYOUT, MODE, TILE)
+        it += count
+        o = start_product(p, v_ring, it - 1, o, TILE)
         if not TILE.q_in_registers:
-            mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
-        tile = read_ticket(tickets, n)
+            tell(TILE.queries_barrier + INDEX, 160)
+        lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        let_go_values(it - 1, TILE)
+        store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, row0, sizes, MODE, TILE)
         n += 1
+        block = await_block(works, n)
     tma.store_wait(0)
 
 
@@ -251,26 +165,23 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, pointers, sizes, scalars, MOD
                    num_warps: gl.constexpr):
     """out and lse of every tile; persistent: a CTA draws tiles until there are none."""
     CONSUMERS: gl.constexpr = TILE.consumers
-    q_slots = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    q_ring = Ring(q_slots, new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1))
-    k_ring = new_ring(k_desc, TILE.stages, CONSUMERS)
-    v_ring = new_ring(v_desc, TILE.stages, CONSUMERS)
-    tickets = new_tickets(CONSUMERS)
-    if TILE.own_out:
-        o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
-    else:
-        o_slots = q_slots
+    PARTS: gl.constexpr = TILE.parts
+    q_ring = new_slots(q_desc, CONSUMERS, PARTS)
+    k_ring = new_slots(k_desc, TILE.stages, PARTS)
+    v_ring = new_slots(v_desc, TILE.stages, 1)
+    o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
+    works = new_works(CONSUMERS)
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, 0, MODE, TILE)),
-            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, 1, MODE, TILE)),
-            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, sizes, MODE, TILE)),
+            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),
+            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 1, MODE, TILE)),
+            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, sizes, MODE, TILE)),
         ], [4, 1], [TILE.registers, 24])
     else:
         gl.warp_specialize([
-            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, 0, MODE, TILE)),
-            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, 1, MODE, TILE)),
-            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, tickets, pointers, sizes, scalars, 2, MODE, TILE)),
-            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, tickets, pointers, sizes, MODE, TILE)),
+            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),
+            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 1, MODE, TILE)),
+            (consumer, (o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 2, MODE, TILE)),
+            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, sizes, MODE, TILE)),
         ], [4, 4, 1], [TILE.registers, TILE.registers, 24])

@@ -19,14 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.arguments import Ring, Scalars
-from tilewise.backends.hopper.forward import block_softmax, partial_sums
 from tilewise.backends.hopper.primitives import (
     LOG2E,
     count_tiles,
     draw_ticket,
     key_blocks,
     load,
-    locate,
     matrix,
     new_barriers,
     new_ring,
@@ -44,7 +42,9 @@ from tilewise.backends.hopper.rows_fp8 import (
     store_rows,
     times_rows,
 )
+from tilewise.backends.hopper.softmax import block_scores, exponentials, partial_sums
 from tilewise.backends.hopper.turn import TURNERS, turner
+from tilewise.backends.hopper.works import locate
 
 SMALLEST = gl.constexpr(1e-30)  # in place of a descale of 0: 0 times the -inf of a masked score is NaN
 
@@ -85,6 +85,16 @@ def scores(q, k_ring, it, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N:
 
 
 @gluon.jit
+def block_softmax(s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr,
+                  MODE: gl.constexpr, TILE: gl.constexpr):
+    """Probabilities of a block, and with them row_sum, 2**RAISE times too large; the factor for what came before."""
+    x, rescale, row_max = block_scores(s, row_max, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE, TILE,
+                                       RAISE)
+    p, row_sum = exponentials(x, rescale, row_sum)
+    return p, rescale, row_max, row_sum
+
+
+@gluon.jit
 def weighted(words, v_ring, it, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr):
     """Starts p v of the ``it``-th block, from zero."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
@@ -112,7 +122,7 @@ def block_step(block, it, q, o, words, rescale, row_max, row_sum, k_ring, v_ring
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_ring.empty.index((it + 1) % STAGES), count=1)
     p, rescale_new, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, MODE.lower or MODE.upper, MODE, RAISE
+        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, MODE.lower or MODE.upper, MODE, TILE
     )
     # full as before; but the assembler, which moves the wait below over arithmetic, moves it over no branch
     mbarrier.wait(v_ring.full.index(it % STAGES), (it // STAGES) & 1)
@@ -137,7 +147,7 @@ def overlapped(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, M
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_ring.empty.index(it % STAGES), count=1)
     p, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, blocks.last - 1, blocks, slope_log2, work, scalars, True, MODE, RAISE
+        s, row_max, row_sum, row0, blocks.last - 1, blocks, slope_log2, work, scalars, True, MODE, TILE
     )
     words = as_words(p)
     for t in range(1, blocks.last - blocks.first):
@@ -174,7 +184,7 @@ def step_in_parts(block, it, q, o0, o1, o2, o3, row_max, row_sum, k_ring, v_ring
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_ring.empty.index(slot), count=1)
     p, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE, RAISE
+        s, row_max, row_sum, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE, TILE
     )
     p = as_operand(as_words(p), P_LAYOUT)
     mbarrier.wait(v_ring.full.index(slot), (it // STAGES) & 1)

@@ -12,6 +12,7 @@ from tilewise.backends.hopper.arguments import (
     Pointers,
     Sizes,
 )
+from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import (
     Launch,
@@ -26,6 +27,7 @@ from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
+MERGED_ROWS = 4  # rows that one program merges
 CHUNK = 1024  # sequences that one step of a scan over offsets takes
 
 
@@ -94,7 +96,7 @@ def offsets_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return queries, inputs.cu_seqlens_k.to(torch.int32).contiguous()
 
 
-def forward_sizes(problem: Problem, tile: ForwardTile | Fp8Tile, slots: int) -> Sizes:
+def forward_sizes(problem: Problem, tile: ForwardTile | Fp8Tile, slots: int, splits: int = 1) -> Sizes:
     """Lengths and counts of a forward call."""
     common = (problem.batch, problem.nheads, problem.group)
     if problem.varlen:
@@ -104,7 +106,27 @@ def forward_sizes(problem: Problem, tile: ForwardTile | Fp8Tile, slots: int) -> 
     blocks = -(-problem.seqlen_q // tile.block_m)
     band = (problem.seqlen_q, seen.end - seen.begin, seen.lower, seen.upper, seen.shift)
     flight = tiles.heads_in_flight(problem)
-    return Sizes(*common, *band, blocks, flight, blocks * problem.batch * problem.nheads, problem.seqlen_q)
+    split_keys = -(-(seen.end - seen.begin) // (splits * tile.block_n)) * tile.block_n
+    count = blocks * problem.batch * problem.nheads * splits
+    return Sizes(*common, *band, blocks, flight, count, problem.seqlen_q, splits, split_keys)
+
+
+class Merge:
+    """States over ranges of the keys, and the launch that merges them."""
+
+    def __init__(self, problem: Problem, block_dv: int, splits: int) -> None:
+        self.rows = problem.batch * problem.nheads * problem.seqlen_q
+        self.floats = splits * self.rows * block_dv, splits * self.rows
+        self.tail = (splits, self.rows, problem.seqlen_q, problem.nheads, problem.headdim_v)
+        fp32 = stand_in(torch.float32)
+        arguments = (fp32, fp32, stand_in(problem.dtype), fp32, *self.tail, MERGED_ROWS, block_dv)
+        self.launch = Launch(combine_kernel, -(-self.rows // MERGED_ROWS), arguments)
+
+    def states(self, like: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """Memory for the states, and the addresses of outs and lses in it."""
+        outs, lses = self.floats
+        scratch = like.new_empty(outs + lses, dtype=torch.float32)
+        return scratch, scratch.data_ptr(), scratch.data_ptr() + 4 * outs
 
 
 class ForwardPlan:
@@ -115,8 +137,10 @@ class ForwardPlan:
         if not self.loadable:
             return
         varlen, tile = problem.varlen, tiles.forward_tile(problem)
-        self.varlen = varlen
-        mode = tiles.mode_of(problem)
+        processors = multiprocessors(inputs.q.get_device())
+        splits = tiles.key_splits(problem, tile, processors)
+        mode = tiles.mode_of(problem)._replace(split=splits > 1)
+        self.merge = Merge(problem, tile.block_dv, splits) if splits > 1 else None
         self.scalars = tiles.scalars_of(problem)
         rows = (problem.total_q,) if varlen else (problem.batch, problem.seqlen_q)
         self.out_shape = (*rows, problem.nheads, problem.headdim_v)
@@ -129,10 +153,10 @@ class ForwardPlan:
             k, v = (t[:, seen.begin : seen.end] for t in (k, v))
         make = packed_map if varlen else dense_map
         self.maps = (
-            make(inputs.q, 64, tile.block_d),
-            make(k, tile.block_n, tile.block_d),
+            make(inputs.q, 64, tile.part_d),
+            make(k, tile.block_n, tile.part_d),
             make(v, tile.block_n, tile.block_dv),
-            make(meta_tensor(self.out_shape, problem.dtype), 64, tile.block_dv),
+            make(meta_tensor(self.out_shape, problem.dtype), 64, tile.block_dv // tile.out_parts),
         )
         self.table = None
         if varlen:
@@ -140,15 +164,16 @@ class ForwardPlan:
             self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
             likes = (stand_in(problem.dtype), stand_in(torch.float32), stand_in(torch.int32))
             self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
-        self.sizes = forward_sizes(problem, tile, self.table.slots if self.table else 0)
+        self.sizes = forward_sizes(problem, tile, self.table.slots if self.table else 0, splits)
         pointers = Pointers(
             stand_in(torch.int32),
             stand_in(torch.float32),
+            stand_in(torch.float32, mode.split),
             stand_in(torch.float32, problem.alibi),
             stand_in(torch.float32, problem.sink),
             *(stand_in(torch.int32, varlen) for _ in range(3)),
         )
-        grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
+        grid = min(processors, self.sizes.tiles)
         self.launch = Launch(forward_kernel, grid, (*self.maps, pointers, self.sizes, self.scalars, mode, tile, 4))
 
     def run(self, inputs: Inputs) -> State:
@@ -164,6 +189,9 @@ class ForwardPlan:
             packed = (cu_q, cu_k, self.table.make(stream, cu_q))
             self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
         slopes, sink = contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink)
+        lse_at, outs_at = lse.data_ptr(), None
+        if self.merge is not None:
+            _states, outs_at, lse_at = self.merge.states(q)
         q_map, k_map, v_map, out_map = self.maps
         skip_k, skip_v = self.skip
         self.launch(
@@ -172,8 +200,10 @@ class ForwardPlan:
             k_map.at(inputs.k.data_ptr() + skip_k),
             v_map.at(inputs.v.data_ptr() + skip_v),
             out_map.at(out.data_ptr()),
-            (ticket(stream, index), lse.data_ptr(), address_of(slopes), address_of(sink), *map(address_of, packed)),
+            (ticket(stream, index), lse_at, outs_at, address_of(slopes), address_of(sink), *map(address_of, packed)),
             self.sizes,
             self.scalars,
         )
+        if self.merge is not None:
+            self.merge.launch(stream, outs_at, lse_at, out.data_ptr(), lse.data_ptr(), *self.merge.tail)
         return out, lse

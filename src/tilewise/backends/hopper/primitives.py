@@ -32,6 +32,30 @@ def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon_core.builtin
+def scale_moved(o, factor, count, _semantic=None):
+    """o * factor, by row; a warp whose rows all have factor 1 skips it. ``count``: elements of o in a thread.
+
+    A thread holds two rows, and its first and its last element are not of the same one.
+    """
+    count = gluon_core._unwrap_if_constexpr(count)
+    first = 2 * count
+    text = (
+        "{ .reg .pred moved, any;"
+        f" setp.neu.f32 moved, ${first}, 0f3F800000; setp.neu.or.f32 moved, ${first + count - 1}, 0f3F800000, moved;"
+        " vote.sync.any.pred any, moved, 0xffffffff;"
+        + "".join(f" mov.f32 ${i}, ${count + i};" for i in range(count))
+        + " @!any bra STILL;"
+        + "".join(f" mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
+        + " STILL: }"
+    )
+    constraints = ",".join(["=&f"] * count + ["f"] * first)
+    arguments = [o, factor]
+    return gluon_core.inline_asm_elementwise(
+        text, constraints, arguments, gl.float32, False, count, _semantic=_semantic
+    )
+
+
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -87,12 +111,18 @@ def count_tiles(pointers, sizes, nheads, MODE: gl.constexpr):
 
 
 @gluon.jit
-def draw_ticket(tickets, ticket_ptr, n, tiles):
-    """Producer: take the next tile and publish it. The last ticket drawn sets the counter back to 0."""
+def draw(ticket_ptr, tiles):
+    """Take the next tile. The last ticket drawn sets the counter back to 0."""
     drawn = gl.atomic_add(ticket_ptr, 1)
     if drawn == tiles - 1:
         gl.store(ticket_ptr, 0)
-    tile = drawn + gl.num_programs(0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def draw_ticket(tickets, ticket_ptr, n, tiles):
+    """Producer: take the next tile and publish it."""
+    tile = draw(ticket_ptr, tiles)
     slot = n % TICKETS
     mbarrier.wait(tickets.empty.index(slot), ((n // TICKETS) & 1) ^ 1)
     tickets.slots.index(slot).store(gl.full([1], tile, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
@@ -136,28 +166,7 @@ def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
         lower -= cut
         upper -= cut
         shift -= cut
-    return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper, shift)
-
-
-@gluon.jit
-def locate(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first."""
-    if MODE.varlen:
-        slot = tile // sizes.nheads
-        batch = gl.load(pointers.table + 2 * slot + 2)
-        block = gl.load(pointers.table + 2 * slot + 3)
-        return packed_sequence(block, tile - slot * sizes.nheads, batch, pointers, sizes, MODE)
-    else:
-        per_group = sizes.blocks * sizes.heads_in_flight
-        first = tile // per_group * sizes.heads_in_flight
-        width = gl.minimum(sizes.heads_in_flight, sizes.batch * sizes.nheads - first)
-        within = tile % per_group
-        head = first + within % width
-        batch = head // sizes.nheads
-        q = Span(batch, sizes.seqlen_q)
-        k = Span(batch, sizes.seqlen_k)
-        block = sizes.blocks - 1 - within // width
-        return Work(block, head - batch * sizes.nheads, batch, q, k, sizes.lower, sizes.upper, sizes.shift)
+    return Work(block, head, batch, Span(start_q, length_q), Span(start_k, length_k), lower, upper, shift, 0)
 
 
 @gluon.jit

@@ -7,8 +7,8 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.forward import finish_rows
 from tilewise.backends.hopper.primitives import publish
+from tilewise.backends.hopper.softmax import finish_rows
 
 SIGNS = gl.constexpr(0x80808080 - (1 << 32))  # of the four numbers in an int32
 RAISE = gl.constexpr(8)  # a row's largest probability is stored as 2**RAISE = 256, of e4m3's 448

@@ -13,18 +13,30 @@ from tilewise.problem import Problem
 LOG2E = math.log2(math.e)
 L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside everything else
 MAX_HEADDIM = 256
+TILE_BLOCKS = 2.5  # a tile's first loads and last stores, in key blocks: 5500 of 2300 clocks
+MERGE_BLOCKS = 4  # a second launch
 
-# (block_d, block_dv) -> tile
+# (block_d, block_dv) -> tile; percentages are of one process on an H200
 _FORWARD = {
-    # instruction issue bounds it (6.5 instructions a score); three warpgroups gain nothing and waste short sequences
-    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, own_out=True),
-    # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster
-    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, own_out=True),
-    # the accumulator takes 128 registers, so a score tile may take 32; out leaves through q's memory
-    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, own_out=False),
-    # k tiles of 256 channels in which 192 are real
-    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, own_out=True),
+    # for short sequences, of which 192 rows waste more (-31 % at 1024 causal, -5 % at 4096 causal, +2 % at 4096 full);
+    # a lazy maximum lost 3 to 7 %, a cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
+    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False),
+    # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
+    (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
+    # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
+    # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
+    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True),
+    # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
+    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
+    # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
+    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
 }
+# the softmax takes as long as the products: a third warpgroup fills the gaps, +14 % full and +9 % causal at 16384
+_LONG_64 = ForwardTile(128, 64, 64, 2, 3, 160, q_in_registers=False, out_parts=1, lazy=False)
+LONG = 8192  # query rows; between what was measured
 _FP8 = {
     # exponentials bound it; a third warpgroup fills more of their gaps, +20 % full and +4 % causal over two
     (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32, 1),
@@ -49,7 +61,7 @@ _BACKWARD = {
 
 # (pass, channels of a tile) -> FLOP/s, low in what was measured on an H200 at 4096 and 16384; fp8 has one pass
 RATES = {
-    ("forward", 64): 4.0e14,
+    ("forward", 64): 4.6e14,
     ("forward", 128): 6.0e14,
     ("forward", 256): 6.5e14,
     ("fp8", 64): 5.2e14,
@@ -78,7 +90,12 @@ def block_of(dim: int) -> int:
 def forward_tile(problem: Problem) -> ForwardTile:
     """The forward's tile; pairs of head dimensions without a row of their own take the next larger square one."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    if block_d == block_dv == 64 and problem.seqlen_q >= LONG and not problem.softcap:  # a cap takes more registers
+        return _LONG_64
     side = max(block_d, block_dv)
+    three_quarters = block_d * 3 // 4
+    if problem.headdim <= three_quarters and (three_quarters, block_dv) in _FORWARD:
+        return _FORWARD[three_quarters, block_dv]
     return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
 
 
@@ -112,6 +129,28 @@ def seen_keys(problem: Problem) -> Seen:
     lower = -OPEN if limits.lower is None else max(limits.lower - begin, -OPEN)
     upper = OPEN if limits.upper is None else min(limits.upper - begin, OPEN)
     return Seen(begin, max(begin, end), lower, upper, problem.seqlen_k - problem.seqlen_q - begin)
+
+
+def key_splits(problem: Problem, tile: ForwardTile, processors: int) -> int:
+    """Ranges that the keys of each query tile are cut into, so that few tiles with many keys fill the machine.
+
+    Costs are counted in key blocks: each tile's own, and those that starting and ending it and merging the states
+    take. Cutting must gain a tenth.
+    """
+    if problem.varlen:
+        return 1
+    seen = seen_keys(problem)
+    wanted = -(-problem.seqlen_q // tile.block_m) * problem.batch * problem.nheads
+    blocks = -(-(seen.end - seen.begin) // tile.block_n)
+    if wanted >= processors:
+        return 1
+
+    def cost(splits: int) -> float:
+        rounds = -(-wanted * splits // processors)
+        return rounds * (-(-blocks // splits) + TILE_BLOCKS) + (MERGE_BLOCKS if splits > 1 else 0)
+
+    best = min(range(1, min(blocks, processors) + 1), key=cost)
+    return best if cost(best) < 0.9 * cost(1) else 1
 
 
 def mode_of(problem: Problem) -> Mode:

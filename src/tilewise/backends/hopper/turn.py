@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.primitives import count_tiles, key_blocks, locate, matrix, read_ticket
+from tilewise.backends.hopper.primitives import count_tiles, key_blocks, matrix, read_ticket
+from tilewise.backends.hopper.works import locate
 
 TURNERS = gl.constexpr(2)  # warps that transpose; a third made nothing faster
 KEYS = gl.constexpr(32)  # what one warp turns at a time

@@ -1,0 +1,32 @@
+"""The forward's rings of shared memory: TMA fills a slot, and the consumers let it go through a named barrier.
+
+An mbarrier tells that a slot is full; a named barrier, where the readers go on at once, that it is empty again.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilewise.backends.hopper.arguments import Slots
+from tilewise.backends.hopper.barriers import await_all
+from tilewise.backends.hopper.primitives import new_barriers, rows_at
+
+
+@gluon.jit
+def new_slots(desc, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Slots of PARTS tiles of ``desc`` side by side."""
+    slots = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
+    return Slots(slots, new_barriers(STAGES, 1))
+
+
+@gluon.jit
+def fill(ring, slot, count, number, threads, desc, span, head, row, MODE: gl.constexpr, PARTS: gl.constexpr):
+    """Rows from ``row`` on, all PARTS of their channels, into ``slot`` for the ``count``-th time (from 0)."""
+    if count > 0:
+        await_all(number + slot, threads)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes * PARTS)
+    for i in gl.static_range(PARTS):
+        coord = rows_at(span, head, row, MODE, i * desc.block_type.shape[-1])
+        tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot * PARTS + i))
