@@ -180,3 +180,22 @@ def test_nothing_to_compute() -> None:
     offsets = torch.zeros(1, dtype=torch.int32)
     problem, inputs = call(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     assert backend.forward(problem, inputs)[1].shape == (2, 4)
+
+
+def test_strides_past_31_bits_are_passed_in_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of (140000, 128, 128) is 2**31 elements and more; the launcher refused its stride as 32 bits."""
+    found: dict[str, list[Any]] = {}
+
+    class Typed(Recorded):
+        def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
+            super().__init__(kernel, grid, arguments, num_warps)
+            types = launch.source(kernel, arguments).signature
+            found[self.name] = [types[name] for name in ("out_stride", "dout_stride", "dq_stride") if name in types]
+
+    for module in (plans, backward_plan):
+        monkeypatch.setattr(module, "Launch", Typed)
+    q, k, v, dout = (torch.empty(2, 140000, 128, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    problem, inputs = call(q, k, v, window_left=100)
+    backward_plan.BackwardPlan(problem, inputs, dout, dout, dlse=False)
+    assert found["before_kernel"] == [("i64", "i32", "i32")] * 2
+    assert found["after_kernel"] == [("i64", "i32", "i32")]

@@ -106,7 +106,9 @@ def _type_of(value: Any) -> Any:
         return value.box.type_name()
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"  # a stride may be that large
 
 
 def _constants(value: Any, path: tuple[int, ...]) -> dict[tuple[int, ...], Any]:
