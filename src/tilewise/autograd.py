@@ -223,11 +223,29 @@ class Second(torch.autograd.Function):
         raise NotImplementedError("tilewise: attention is differentiable twice; a third derivative was asked for")
 
 
+class ScaledForward(torch.autograd.Function):
+    """F of fp8 inputs: it has no derivative, and says so wherever one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *flat: Any) -> Any:
+        *tensors, rest = flat
+        return _run("forward_fp8", tensors, rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("tilewise: fp8 inputs have no gradient; detach what rides along")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("tilewise: fp8 inputs have no forward mode; a tangent came in with a tensor")
+
+
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     "forward": Forward,
     "backward": Backward,
     "jvp": Jvp,
     "second": Second,
+    "forward_fp8": ScaledForward,
 }
 
 

@@ -19,7 +19,7 @@ def spread(descale: torch.Tensor, heads: int, ndim: int = 4) -> torch.Tensor:
     """
     if descale.numel() == 1:
         return descale.reshape((1,) * ndim)
-    by_head = descale.repeat_interleave(heads // descale.shape[-1], -1)
+    by_head = descale.repeat_interleave(heads // max(descale.shape[-1], 1), -1)
     return by_head[..., None, :, None] if ndim == 4 else by_head[..., :, None]
 
 

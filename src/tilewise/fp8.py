@@ -9,10 +9,11 @@ import torch
 
 from tilewise.descale import FP8
 from tilewise.errors import InvalidInput, InvalidType
-from tilewise.inputs import DESCALES, Arguments, Inputs, describe
+from tilewise.inputs import DESCALES, Arguments, Inputs, check_tensor, describe
 from tilewise.problem import Problem
 
 Descale = torch.Tensor | float | None
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Descales(NamedTuple):
@@ -31,16 +32,18 @@ def as_tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | N
     if descale is None:
         return None
     if isinstance(descale, (int, float)) and not isinstance(descale, bool):
+        if not abs(descale) <= _LARGEST:
+            raise InvalidInput(f"{name}: is {descale}, must be finite and fit in fp32")
         return torch.full((), descale, dtype=torch.float32, device=arguments.q.device)
-    if not isinstance(descale, torch.Tensor):
-        raise InvalidType(f"{name}: must be a number, a torch.Tensor or None, got {type(descale).__name__}")
+    check_tensor(name, descale, ", a number or None")
     if descale.dtype != torch.float32:
         raise InvalidType(f"{name}: dtype is {str(descale.dtype).removeprefix('torch.')}, must be float32")
     if descale.device != arguments.q.device:
         raise InvalidInput(f"{name}: is on {descale.device}, must be on q's device, {arguments.q.device}")
     if descale.requires_grad and torch.is_grad_enabled():
         raise InvalidInput(f"{name}: requires grad, but fp8 has no gradient; detach it")
-    return descale
+    tensor: torch.Tensor = descale
+    return tensor
 
 
 def _per_head(name: str, descale: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:

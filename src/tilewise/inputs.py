@@ -137,7 +137,7 @@ def check_tensor(name: str, tensor: Any, otherwise: str = "") -> None:
 def check_tensors(arguments: Arguments) -> None:
     """Each tensor argument is a strided tensor, the optional ones may be None."""
     required = ("q", "k", "v", *(() if arguments.cu_seqlens_q is None else ("cu_seqlens_q", "cu_seqlens_k")))
-    for name in Arguments._fields[: TENSOR_COUNT - 1]:
+    for name in Arguments._fields[:TENSOR_COUNT]:
         tensor = getattr(arguments, name)
         if name in required:
             check_tensor(name, tensor)
@@ -196,7 +196,7 @@ def _check_together(arguments: Arguments) -> None:
         raise InvalidType(
             f"q, k, v: must have one dtype, got {listed}; convert them, e.g. v.to(q.dtype), or run under autocast"
         )
-    for name in Arguments._fields[1 : TENSOR_COUNT - 1]:
+    for name in Arguments._fields[1:TENSOR_COUNT]:
         tensor = getattr(arguments, name)
         if tensor is not None and tensor.device != arguments.q.device:
             raise InvalidInput(f"{name}: is on {tensor.device}, must be on q's device, {arguments.q.device}")

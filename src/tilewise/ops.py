@@ -231,9 +231,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "backward": backward,
     "jvp": jvp,
     "second": second,
+    "forward_fp8": _scaled_operator,
 }
 
-_OPERATORS = {**IMPLEMENTATIONS, "forward": _forward_operator, "forward_fp8": _scaled_operator}
+_OPERATORS = {**IMPLEMENTATIONS, "forward": _forward_operator}
 for _name, _function in _OPERATORS.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)

@@ -84,6 +84,8 @@ def window(value: Any) -> tuple[int | None, int | None]:
             continue
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             raise InvalidType(f"window_size: is {tuple(value)!r}, each side must be an int or None")
+        if type(side) is int and side >= 2**63:
+            raise InvalidInput(f"window_size: is {tuple(value)!r}, each side must fit in 64 bits, or be None for open")
         if side < 0:
             needs = "each side must be at least 0, or None for open (-1 in other libraries)"
             raise InvalidInput(f"window_size: is {tuple(value)!r}, {needs}")
@@ -126,7 +128,8 @@ def seed(value: Any, dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
     if value is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(value, torch.Tensor):
-        return value
+        # a seed on the CPU goes where q is; one that lies elsewhere is refused with the other tensors
+        return value if device is None or value.device == device or value.device.type != "cpu" else value.to(device)
     return torch.full((), value - 2**64 if value >= 2**63 else value, dtype=torch.int64, device=device)
 
 

@@ -10,14 +10,16 @@ in one channel, whose roundings it spreads over all; ``tests/unit/test_quantize.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.descale import FP8, spread
 from tilewise.errors import InvalidInput, InvalidType
+from tilewise.inputs import check_tensor
 
 LARGEST = 448.0
+_SMALLEST = torch.finfo(torch.float32).tiny
 SCALES = ("tensor", "head")
 
 
@@ -50,7 +52,7 @@ def quantize_fp8(
             but by rounding; None does not.
 
     Returns:
-        Quantized. A tensor of zeros has descale 1.
+        Quantized, without gradient. A tensor of zeros has descale 1. Inf and NaN are stored as NaN and set no scale.
 
     Raises:
         InvalidInput, InvalidType: naming the argument.
@@ -58,9 +60,12 @@ def quantize_fp8(
     if scales not in SCALES:
         raise InvalidInput(f"scales: is {scales!r}, must be one of {', '.join(map(repr, SCALES))}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if not tensor.is_floating_point() or tensor.ndim not in (3, 4):
             raise InvalidType(f"{name}: is {tensor.dtype} with shape {tuple(tensor.shape)}, must be (batch, seqlen, "
                               "nheads, dim) or (total, nheads, dim) of floats")  # fmt: skip
+    _check_sizes(q, k, v)
+    q, k, v = q.detach(), k.detach(), v.detach()
     if rotation_seed is not None:
         matrix = rotation(q.shape[-1], rotation_seed, device=q.device)
         q, k = q.float() @ matrix, k.float() @ matrix
@@ -71,6 +76,18 @@ def quantize_fp8(
     return Quantized(stored_q, stored_k, stored_v, q_descale, k_descale, v_descale)
 
 
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k and v belong together."""
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    grouped = nheads % nheads_k == 0 if nheads_k else nheads == 0
+    together = q.ndim == k.ndim and q.shape[:-3] == k.shape[:-3] and k.shape[:-1] == v.shape[:-1]
+    if not together or q.shape[-1] != k.shape[-1] or not grouped:
+        raise InvalidInput(
+            f"q, k, v: shapes are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, must be those that attention "
+            "takes: k and v alike up to headdim_v, q with k's headdim and a multiple of its heads"
+        )
+
+
 def rotation(headdim: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """An orthogonal (headdim, headdim): random signs, then a Hadamard matrix over the largest power of two in headdim.
 
@@ -78,26 +95,36 @@ def rotation(headdim: int, seed: int, device: torch.device | str = "cpu") -> tor
     """
     if headdim < 1:
         raise InvalidInput(f"headdim: is {headdim}, must be at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidType(f"rotation_seed: is {seed!r}, must be an int or None")
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidInput(f"rotation_seed: is {seed}, must fit in 64 bits")
     size = headdim & -headdim
-    hadamard = torch.ones(1, 1)
+    exactly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+    hadamard = torch.ones(1, 1, **exactly)
     while hadamard.shape[0] < size:
         hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (headdim,), generator=generator) * 2.0 - 1.0
-    matrix = torch.kron(torch.eye(headdim // size), hadamard / math.sqrt(size))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    signs = torch.randint(0, 2, (headdim,), generator=generator, **exactly) * 2.0 - 1.0
+    matrix = torch.kron(torch.eye(headdim // size, **exactly), hadamard / math.sqrt(size))
     return (signs[:, None] * matrix).to(device)
 
 
 def _stored(tensor: torch.Tensor, nheads_k: int, scales: str) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 and descale of one tensor."""
     real = tensor.float()
-    largest = real.abs().amax() if scales == "tensor" else _largest_of_heads(real, nheads_k)
-    descale = torch.where(largest > 0, largest / LARGEST, 1.0)
-    stored = (real / spread(descale, real.shape[-2], real.ndim)).clamp(-LARGEST, LARGEST).to(FP8)
-    return stored, descale
+    finite = real.isfinite()
+    sizes = real.abs().masked_fill(~finite, 0.0)  # what padding holds sets no scale
+    if tensor.numel() == 0:
+        largest = real.new_zeros(() if scales == "tensor" else (*real.shape[:-3], nheads_k))
+    else:
+        largest = sizes.amax() if scales == "tensor" else _largest_of_heads(sizes, nheads_k)
+    descale = torch.where(largest > 0, (largest / LARGEST).clamp(min=_SMALLEST), 1.0)
+    stored = (real / spread(descale, real.shape[-2], real.ndim)).clamp(-LARGEST, LARGEST)
+    return stored.masked_fill(~finite, torch.nan).to(FP8), descale
 
 
-def _largest_of_heads(real: torch.Tensor, nheads_k: int) -> torch.Tensor:
+def _largest_of_heads(sizes: torch.Tensor, nheads_k: int) -> torch.Tensor:
     """(batch, nheads_k), packed (nheads_k,)."""
-    by_head = real.abs().amax((-3, -1))
+    by_head = sizes.amax((-3, -1))
     return by_head.reshape(*by_head.shape[:-1], nheads_k, -1).amax(-1)

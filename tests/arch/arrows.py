@@ -29,7 +29,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "inputs": frozenset({"errors", "problem", "descale", "masks", "rng"}),
     "fp8": frozenset({"errors", "problem", "descale", "inputs"}),
     "scores": frozenset({"errors", "problem", "inputs"}),
-    "quantize": frozenset({"errors", "descale"}),
+    "quantize": frozenset({"errors", "descale", "inputs"}),
     "iomodel": frozenset({"errors", "problem", "inputs", "masks", "scores", "device"}),
     "backends": FOUNDATION | {"dispatch.backend"},
     "dispatch": FOUNDATION,

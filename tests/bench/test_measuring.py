@@ -123,3 +123,15 @@ def test_bench_gpu_says_so_without_a_device(capsys):
         pytest.skip("a CUDA device is there")
     assert main(["bench", "gpu"]) == 2
     assert "no CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--resume"], ["--seconds", "1"], ["--warm", "2"], ["--skip", "triton", "x"]])
+def test_options_of_the_other_device_are_refused(options, capsys):
+    assert main(["bench", "cpu", *options]) == 2
+    assert "`bench gpu`" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_known_before_measuring(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "cpu", "--out", str(tmp_path / "file" / "x.jsonl")]) == 2
+    assert "--out" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_wrong_descales() -> None:
         attention(q, k, v, q_descale=torch.ones(2, 4))
     with pytest.raises(InvalidType, match="v_descale: dtype is float64, must be float32"):
         attention(q, k, v, v_descale=torch.ones(2).double())
-    with pytest.raises(InvalidType, match="v_descale: must be a number"):
+    with pytest.raises(InvalidType, match=r"v_descale: must be a torch\.Tensor, a number or None"):
         attention(q, k, v, v_descale="1")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="k_descale: is on meta, must be on q's device"):
         attention(q, k, v, k_descale=torch.ones(2, device="meta"))
@@ -158,3 +158,24 @@ def test_wrong_descales() -> None:
 def test_others_refuse_on_a_cpu(name: str) -> None:
     with pytest.raises(UnsupportedProblem):
         attention(*tensors(), backend=name)
+
+
+def test_a_tangent_is_refused_and_not_lost():
+    x = torch.randn(1, 8, 2, 16).to(FP8)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(lambda sink: attention(x, x, x, k_descale=1.0, sink=sink), (torch.zeros(2),), (torch.ones(2),))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(lambda scale: attention(x, x, x, k_descale=scale), (torch.ones(()),), (torch.ones(()),))
+
+
+@pytest.mark.parametrize("descale", [10**400, 1e300, float("nan"), float("inf"), torch.ones(2).to_sparse()])
+def test_a_descale_that_is_no_number_is_named(descale):
+    x = torch.randn(1, 8, 2, 16).to(FP8)
+    with pytest.raises((InvalidInput, InvalidType), match="k_descale"):
+        attention(x, x, x, k_descale=descale)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_no_heads(name):
+    x = torch.zeros(1, 4, 0, 16).to(FP8)
+    assert attention(x, x, x, k_descale=1.0, backend=name).shape == (1, 4, 0, 16)

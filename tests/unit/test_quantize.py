@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tilewise
 from tilewise import InvalidInput, InvalidType, attention, quantize_fp8
 from tilewise.descale import FP8, real
 from tilewise.quantize import LARGEST, rotation
@@ -90,3 +91,65 @@ def test_what_is_refused() -> None:
         quantize_fp8(q, k, v, scales="block")
     with pytest.raises(InvalidType, match="k: is torch"):
         quantize_fp8(q, k.int(), v)
+
+
+def test_padding_of_nan_and_inf_sets_no_scale():
+    q, k, v = (1e-3 * torch.randn(1, 8, 2, 16) for _ in range(3))
+    padded_k = torch.cat([k, torch.full_like(k[:, :2], torch.nan)], 1)
+    padded_v = torch.cat([v, torch.full_like(v[:, :2], torch.inf)], 1)
+    clean, padded = tilewise.quantize_fp8(q, k, v), tilewise.quantize_fp8(q, padded_k, padded_v)
+    assert torch.equal(clean.k_descale, padded.k_descale)
+    assert torch.equal(clean.v_descale, padded.v_descale)
+    assert bool(padded.k[:, 8:].isnan().all())
+    assert bool(padded.v[:, 8:].isnan().all())
+    out = tilewise.attention(padded.q, padded.k, padded.v, mask=torch.arange(10) < 8, **padded.keywords())
+    assert torch.equal(out, tilewise.attention(clean.q, clean.k, clean.v, **clean.keywords()))
+
+
+def test_tiny_numbers_stay_numbers():
+    x = torch.full((1, 4, 1, 8), 1e-44)
+    assert bool(tilewise.quantize_fp8(x, x, x).k.float().isfinite().all())
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head"])
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8)])
+def test_empty_sizes(shape, scales):
+    x = torch.randn(shape)
+    stored = tilewise.quantize_fp8(x, x, x, scales=scales)
+    assert stored.q.shape == shape
+    if len(shape) == 4:
+        assert tilewise.attention(stored.q, stored.k, stored.v, **stored.keywords()).shape == shape
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "a", 2**70])
+def test_a_wrong_rotation_seed_is_named(seed):
+    x = torch.randn(1, 4, 1, 8)
+    with pytest.raises((tilewise.InvalidInput, tilewise.InvalidType), match="rotation_seed"):
+        tilewise.quantize_fp8(x, x, x, rotation_seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), ((1, 4, 8, 8), (1, 4, 4, 8), (1, 4, 8, 8)),
+     ((1, 4, 2, 8), (4, 2, 8), (4, 2, 8)), ((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 8))],
+)  # fmt: skip
+def test_shapes_that_do_not_belong_together_are_refused(q, k, v):
+    with pytest.raises(tilewise.InvalidInput, match="q, k, v: shapes"):
+        tilewise.quantize_fp8(torch.randn(q), torch.randn(k), torch.randn(v))
+
+
+def test_the_rotation_does_not_depend_on_torchs_defaults():
+    x = torch.randn(1, 4, 1, 8)
+    expected = tilewise.quantize_fp8(x, x, x, rotation_seed=3).q.float()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(tilewise.quantize_fp8(x, x, x, rotation_seed=3).q.float(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_stored_asks_for_no_gradient():
+    x = torch.randn(1, 4, 1, 8, requires_grad=True)
+    stored = tilewise.quantize_fp8(x, x, x)
+    assert not stored.q_descale.requires_grad
+    tilewise.attention(stored.q, stored.k, stored.v, **stored.keywords())

@@ -249,3 +249,29 @@ def test_random_offsets_give_an_answer_or_a_refusal(data: st.DataObject) -> None
 def test_use_backend_takes_only_a_name(name: object) -> None:
     with pytest.raises(tilewise.InvalidType, match="backend"), tilewise.use_backend(name):  # type: ignore[arg-type]
         pass
+
+
+def test_a_dropout_seed_that_lies_nowhere_is_refused():
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(InvalidInput, match="dropout_seed: is on meta"):
+        tilewise.attention(q, q, q, dropout_p=0.5, dropout_seed=torch.tensor(5, device="meta"))
+    with pytest.raises(InvalidType, match="dropout_seed: layout"):
+        tilewise.attention(q, q, q, dropout_p=0.5, dropout_seed=torch.tensor([5]).to_sparse())
+
+
+def test_a_window_that_no_integer_holds_is_refused():
+    q = torch.randn(1, 8, 2, 16)
+    for backend in ("auto", "cpu", "reference"):
+        with pytest.raises(InvalidInput, match="window_size"):
+            tilewise.attention(q, q, q, window_size=(2**70, 0), backend=backend)
+
+
+def test_the_default_device_is_not_followed():
+    q, slopes = torch.randn(1, 8, 2, 16), torch.rand(2)
+    expected = tilewise.attention(q, q, q, alibi_slopes=slopes, backend="cpu")
+    torch.set_default_device("meta")
+    try:
+        actual = tilewise.attention(q, q, q, alibi_slopes=slopes, backend="cpu")
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(actual, expected)

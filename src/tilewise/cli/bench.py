@@ -13,6 +13,20 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 Step = tuple[str, Callable[[], Rows]]
+# options of one of the two, with what they are if not given
+_OWN: dict[str, dict[str, Any]] = {
+    "cpu": {"rounds": 9},
+    "gpu": {
+        "seconds": 2.0,
+        "limit": None,
+        "backends": ["hopper", "triton"],
+        "peers": None,
+        "skip": [],
+        "warm": 0,
+        "resume": False,
+        "plot": None,
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,22 +35,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", help="measure the steps whose name has this text or matches it")
     parser.add_argument("--out", type=Path, help="write JSON lines there, e.g. benchmarks/results/cpu.jsonl")
     parser.add_argument("--commit", help="the commit to record, where the source is no checkout")
-    parser.add_argument("--rounds", type=int, default=9, help="cpu: turns of each contender (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="gpu: for each case and pass (%(default)s)")
+    parser.set_defaults(**_OWN["cpu"], **_OWN["gpu"])
+    parser.add_argument("--rounds", type=int, help="cpu: turns of each contender (%(default)s)")
+    parser.add_argument("--seconds", type=float, help="gpu: for each case and pass (%(default)s)")
     parser.add_argument("--limit", type=float, help="gpu: start no new step after so many seconds")
-    parser.add_argument("--backends", nargs="+", default=["hopper", "triton"], help="gpu: tilewise's (%(default)s)")
+    parser.add_argument("--backends", nargs="+", help="gpu: tilewise's (%(default)s)")
     parser.add_argument("--peers", nargs="*", help="gpu: the peers, all that can be imported if not given")
     parser.add_argument(
-        "--skip", nargs=2, action="append", default=[], metavar=("CONTENDER", "PATTERN"),
+        "--skip", nargs=2, action="append", metavar=("CONTENDER", "PATTERN"),
         help="gpu: leave a contender out of the cases that match",
     )  # fmt: skip
-    parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES", help="gpu: compile first, in so many")
+    parser.add_argument("--warm", type=int, metavar="PROCESSES", help="gpu: compile first, in so many")
     parser.add_argument("--resume", action="store_true", help="gpu: keep what --out has, measure the other steps")
     parser.add_argument("--plot", type=Path, help="gpu: draw the rates there, as .png or .svg (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 when a result was wrong, which is then not timed."""
+    other = "gpu" if arguments.device == "cpu" else "cpu"
+    misplaced = [name for name, usual in _OWN[other].items() if getattr(arguments, name) != usual]
+    if misplaced:
+        print(f"--{misplaced[0]}: is an option of `bench {other}`, not of `bench {arguments.device}`")
+        return 2
+    if arguments.out is not None:
+        try:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"--out: cannot be written: {error}")
+            return 2
     if arguments.rounds < 1:
         print(f"--rounds: is {arguments.rounds}, must be at least 1")
         return 2

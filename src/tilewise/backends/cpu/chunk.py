@@ -249,7 +249,7 @@ class Chunk:
 
 def bounded_units(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """Boolean (batch, nheads_k), on the CPU: whether every |s| is below the bound, and the values and the sink fit."""
-    none = torch.zeros(problem.batch, problem.nheads_k, dtype=torch.bool)
+    none = torch.zeros(problem.batch, problem.nheads_k, dtype=torch.bool, device="cpu")
     if problem.dtype == FP8:  # torch has no norm of it
         return none
     if problem.device_type != "cpu" or problem.bias_shape is not None or problem.alibi or problem.is_empty:
