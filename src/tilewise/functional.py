@@ -16,6 +16,7 @@ from tilewise.dispatch import registry
 from tilewise.explain import Explanation as Explanation
 from tilewise.explain import explain_arguments
 from tilewise.fp8 import Descale, Descales
+from tilewise.inputs import Arguments
 from tilewise.states import merge_states as merge_states
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,6 +33,15 @@ def _takes(builder: Callable[..., Any]) -> Callable[[_Function], _Function]:
         return function
 
     return decorate
+
+
+def _forward(
+    arguments: Arguments, q_descale: Descale, k_descale: Descale, v_descale: Descale
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); only a call with descales goes to the operator that takes them."""
+    if q_descale is None and k_descale is None and v_descale is None:
+        return autograd.forward(arguments)
+    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))
 
 
 def attention(
@@ -133,9 +143,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    if q_descale is None and k_descale is None and v_descale is None:
-        return autograd.forward(arguments)[0]
-    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))[0]
+    return _forward(arguments, q_descale, k_descale, v_descale)[0]
 
 
 @_takes(dense_arguments)
@@ -156,10 +164,8 @@ def attention_with_lse(
         differentiable; -inf (or the sink) for a query that sees no key. ``merge_states`` merges such pairs.
     """
     arguments = dense_arguments(q, k, v, **keywords)
-    if q_descale is None and k_descale is None and v_descale is None:
-        out, lse = autograd.forward(arguments)
-        return out, lse.contiguous()
-    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))
+    out, lse = _forward(arguments, q_descale, k_descale, v_descale)
+    return out, lse.contiguous()
 
 
 def attention_varlen(
@@ -220,9 +226,7 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )
-    if q_descale is None and k_descale is None and v_descale is None:
-        return autograd.forward(arguments)[0]
-    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))[0]
+    return _forward(arguments, q_descale, k_descale, v_descale)[0]
 
 
 @_takes(varlen_arguments)
@@ -238,10 +242,8 @@ def attention_varlen_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``attention_varlen``, with lse (nheads, total_q) beside out; -inf for tokens beyond the last offset."""
     arguments = varlen_arguments(q, k, v, **keywords)
-    if q_descale is None and k_descale is None and v_descale is None:
-        out, lse = autograd.forward(arguments)
-        return out, lse.contiguous()
-    return ops.scaled_forward(arguments, Descales(q_descale, k_descale, v_descale))
+    out, lse = _forward(arguments, q_descale, k_descale, v_descale)
+    return out, lse.contiguous()
 
 
 @contextlib.contextmanager

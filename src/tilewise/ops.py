@@ -104,14 +104,11 @@ def _plan(problem: Problem, derivative: str, arguments: Arguments) -> tuple[Prob
     return problem, registry.load("reference" if problem.is_empty else name)
 
 
+@_beyond_autocast
 def forward(arguments: Arguments) -> State:
     """(out, lse) of the chosen backend; out is contiguous, lse as it comes: few callers look at it."""
     problem, inputs, backend = _prepare(arguments, "forward")
-    if not torch._C._is_any_autocast_enabled():
-        out, lse = backend.forward(problem, inputs)
-    else:
-        with torch._C._DisableAutocast():
-            out, lse = backend.forward(problem, inputs)
+    out, lse = backend.forward(problem, inputs)
     return out.contiguous(), lse
 
 
