@@ -10,11 +10,13 @@ With F the forward, B its backward, J its forward mode and S the gradient of J b
 so four operators give gradients, double backward, forward mode, Hessians and gradients through tangents. ``out`` and
 ``lse`` are handed to B, J and S as numbers that save work; their dependence on the primals is counted in S.
 
-Each Function takes its tensors one by one and the operator's plain values as one tuple, ``rest``.
+Each Function takes its tensors one by one and the operator's plain values as one tuple, ``rest``. Ordinary eager calls
+go around the dispatcher, and F keeps the plan it ran by for its backward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,17 +25,19 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from tilewise import ops
-from tilewise.inputs import TENSOR_COUNT, Arguments, check_tensors
+from tilewise.inputs import TENSOR_COUNT, Arguments, check_tensors, inputs_of
+from tilewise.plan import Plan, find
 from tilewise.problem import GRAD_NAMES
 
 Grad = torch.Tensor | None
 _SLOTS = tuple(Arguments._fields.index(name) for name in GRAD_NAMES)
+_SLOT = dict(zip(GRAD_NAMES, _SLOTS, strict=True))
 _COUNT = len(GRAD_NAMES)
 _NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_plain(tensors: Sequence[Any]) -> bool:
+def is_plain(tensors: Sequence[Any]) -> bool:
     """Ordinary eager tensors and no mode watching: the dispatcher would only cost time."""
     if (
         torch.compiler.is_compiling()
@@ -49,7 +53,7 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
 
 def _run(name: str, tensors: Sequence[Any], rest: Sequence[Any]) -> Any:
     """The operator below autograd."""
-    if _is_plain(tensors):
+    if is_plain(tensors):
         return ops.IMPLEMENTATIONS[name](*tensors, *rest)
     operator = getattr(torch.ops.tilewise, name).default
     if not torch._C._are_functorch_transforms_active():
@@ -67,22 +71,27 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any]) -> None:
     ctx.rest = rest
 
 
-def _wanted(ctx: Any, offset: int) -> list[str]:
+@functools.cache
+def _names(needs: tuple[bool, ...], offset: int) -> tuple[str, ...]:
+    """Names of the tensors, among arguments starting at ``offset``, whose gradient is needed."""
+    return tuple(name for name, slot in _SLOT.items() if needs[offset + slot])
+
+
+def _wanted(ctx: Any, offset: int) -> tuple[str, ...]:
     """Names of the tensors, among arguments starting at ``offset``, whose gradient is asked for."""
-    needs = ctx.needs_input_grad
-    return [name for name, slot in zip(GRAD_NAMES, _SLOTS, strict=True) if needs[offset + slot]]
+    return _names(ctx.needs_input_grad, offset)
 
 
-def _asking(rest: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
+def _asking(rest: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
     """The plain values, asking for the gradients of ``names``."""
-    return (*rest[:_NEEDS], tuple(names), *rest[_NEEDS + 1 :])
+    return rest if rest[_NEEDS] == names else (*rest[:_NEEDS], names, *rest[_NEEDS + 1 :])
 
 
-def _spread(names: Sequence[str], grads: Sequence[torch.Tensor], offset: int) -> list[Grad]:
-    """Gradients at the places of their tensors, which start at ``offset``; None elsewhere and for ``rest``."""
-    result: list[Grad] = [None] * (offset + TENSOR_COUNT + 1)
+def _spread(names: Sequence[str], grads: Sequence[torch.Tensor], offset: int, others: int = 1) -> list[Grad]:
+    """Gradients at the places of their tensors, which start at ``offset``; None elsewhere and for what follows."""
+    result: list[Grad] = [None] * (offset + TENSOR_COUNT + others)
     for name, grad in zip(names, grads, strict=True):
-        result[offset + _SLOTS[GRAD_NAMES.index(name)]] = grad
+        result[offset + _SLOT[name]] = grad
     return result
 
 
@@ -101,13 +110,18 @@ def _or_zeros(grad: Grad, like: torch.Tensor) -> torch.Tensor:
 
 
 class Forward(torch.autograd.Function):
-    """F: (tensors, rest) to (out, lse)."""
+    """F: (tensors, rest, plan) to (out, lse); without a plan, by the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
-        *tensors, rest = flat
-        out, lse = _run("forward", tensors, rest)
+        *tensors, rest, plan = flat
+        if plan is None:
+            out, lse = _run("forward", tensors, rest)
+        else:
+            out, lse = ops.run_forward(plan, inputs_of(Arguments._make((*tensors, *rest)), plan.problem))
         _save(ctx, (*tensors, out, lse), rest)
+        ctx.plan = plan
+        ctx.strides = None if plan is None else [tensor.stride() for tensor in tensors[:3]]
         return out, lse
 
     @staticmethod
@@ -115,9 +129,17 @@ class Forward(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         names = _wanted(ctx, 0)
         if not names or (grads[0] is None and grads[1] is None):
-            return (None,) * (TENSOR_COUNT + 1)
-        results = backward((_or_zeros(grads[0], out), grads[1], out, lse, *tensors), _asking(ctx.rest, names))
-        return tuple(_spread(names, results, 0))
+            return (None,) * (TENSOR_COUNT + 2)
+        rest = _asking(ctx.rest, names)
+        dout, dlse = _or_zeros(grads[0], out), grads[1]
+        # saved tensors can be packed away and come back in another layout, for which the plan was not made
+        as_before = ctx.plan is not None and ctx.strides == [tensor.stride() for tensor in tensors[:3]]
+        if as_before and not torch.is_grad_enabled() and is_plain((dout, dlse, *tensors)):
+            arguments = Arguments._make((*tensors, *rest))
+            results = ops.run_backward(ctx.plan.derivative("backward", arguments), arguments, dout, dlse, out, lse)
+        else:
+            results = backward((dout, dlse, out, lse, *tensors), rest)
+        return tuple(_spread(names, results, 0, 2))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -190,7 +212,7 @@ class Jvp(torch.autograd.Function):
             rest = _asking(ctx.rest, names)
             results = torch.ops.tilewise.second.default(*six, dout, dlse, out, lse, *tensors, *rest)
         spread = _spread(names, results, _COUNT + 2)
-        moving = [name for index, name in enumerate(GRAD_NAMES) if ctx.needs_input_grad[index]]
+        moving = tuple(name for index, name in enumerate(GRAD_NAMES) if ctx.needs_input_grad[index])
         if moving:
             by_tangents = backward((dout, dlse, out, lse, *tensors), _asking(ctx.rest, moving))
             spread[:_COUNT] = _six(moving, by_tangents)
@@ -249,13 +271,13 @@ _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
 }
 
 
-def _apply(function: type[torch.autograd.Function], tensors: Sequence[Any], rest: Sequence[Any]) -> Any:
+def _apply(function: type[torch.autograd.Function], *flat: Any) -> Any:
     """Record ``function`` in whichever autograd level is running, torch.func's included."""
     bound = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
-            return bound(*tensors, tuple(rest))
-    return bound(*tensors, tuple(rest))
+            return bound(*flat)
+    return bound(*flat)
 
 
 def _is_recorded(tensors: Sequence[Any]) -> bool:
@@ -280,7 +302,8 @@ def _kernel(name: str) -> Any:
         tensors, rest = flat[:tensor_count], flat[tensor_count:]
         if not _is_recorded(tensors):
             return _run(name, tensors, rest)
-        result = _apply(_FUNCTIONS[name], tensors, rest)
+        plan = (None,) if name == "forward" else ()
+        result = _apply(_FUNCTIONS[name], *tensors, rest, *plan)
         return list(result) if listed else result
 
     return autograd_kernel
@@ -293,18 +316,24 @@ for _name in _FUNCTIONS:
 def forward(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), recorded for differentiation; ordinary eager calls go around the dispatcher."""
     tensors = arguments[:TENSOR_COUNT]
-    if not _is_plain(tensors):
+    if not is_plain(tensors):
         check_tensors(arguments)
         state = torch.ops.tilewise.forward.default(*arguments)
     elif _is_recorded(tensors):
-        state = _apply(Forward, tensors, arguments[TENSOR_COUNT:])
+        state = record(find(arguments, "forward"), arguments)
     else:
         state = ops.forward(arguments)
     return state[0], state[1]
 
 
+def record(plan: Plan, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of ordinary eager tensors by a plan that is at hand, recorded for differentiation."""
+    out, lse = _apply(Forward, *arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:], plan)
+    return out, lse
+
+
 def backward(tensors: Sequence[Any], rest: Sequence[Any]) -> Any:
     """B, recorded for differentiation, by the same short way."""
-    if not _is_plain(tensors):
+    if not is_plain(tensors):
         return torch.ops.tilewise.backward.default(*tensors, *rest)
-    return _apply(Backward, tensors, rest) if _is_recorded(tensors) else ops.backward(*tensors, *rest)
+    return _apply(Backward, *tensors, rest) if _is_recorded(tensors) else ops.backward(*tensors, *rest)

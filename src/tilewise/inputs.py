@@ -336,8 +336,8 @@ def facts_key(arguments: Arguments) -> tuple[object, ...] | None:
         return None  # no tensors, or none with strides: let the table speak
 
 
-def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
-    """Check the arguments and bring them to the form every backend takes.
+def problem_of(arguments: Arguments) -> Problem:
+    """Check the arguments and name their facts.
 
     Checked facts are remembered by shapes, dtypes and options, so a repeated call pays a dictionary look-up. Offsets
     of the packed form are read and checked where they lie on the CPU; on a device they are not, which would wait
@@ -357,8 +357,12 @@ def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
             if len(_CACHE) >= _CACHE_LIMIT:
                 _CACHE.clear()
             _CACHE[key] = problem
-    if problem.varlen:
-        problem = _with_lengths(problem, arguments)
+    return _with_lengths(problem, arguments) if problem.varlen else problem
+
+
+def describe(arguments: Arguments) -> tuple[Problem, Inputs]:
+    """Check the arguments and bring them to the form every backend takes; raises as ``problem_of``."""
+    problem = problem_of(arguments)
     return problem, inputs_of(arguments, problem)
 
 

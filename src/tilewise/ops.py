@@ -17,12 +17,10 @@ from torch.library import Library
 
 from tilewise import batching
 from tilewise.descale import out_dtype
-from tilewise.device import device_facts
-from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Gradients
-from tilewise.dispatch.choose import choose, choose_derivative
 from tilewise.fp8 import Descales, as_tensor, describe_scaled
-from tilewise.inputs import DESCALES, Arguments, Inputs, check_tensors, describe, facts_key, inputs_of, validate
+from tilewise.inputs import DESCALES, Arguments, Inputs, check_tensors, inputs_of, validate
+from tilewise.plan import Plan, find, make
 from tilewise.problem import GRAD_NAMES, Problem
 
 _ARGUMENTS = (
@@ -42,8 +40,6 @@ LIBRARY.define(f"jvp({_TANGENTS}, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tens
 LIBRARY.define(f"second({_TANGENTS}, Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]")
 
 _NEEDS = Arguments._fields.index("needs_grad")
-_PLANS: dict[object, tuple[Problem, Any]] = {}
-_PLAN_LIMIT = 4096
 
 State = tuple[torch.Tensor, torch.Tensor]
 Optional = torch.Tensor | None
@@ -62,53 +58,23 @@ def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _prepare(arguments: Arguments, derivative: str) -> tuple[Problem, Inputs, Any]:
-    """Checked facts and tensors, and the backend that runs them; remembered by facts, device, threads and request."""
-    key: tuple[object, ...]
-    if arguments.cu_seqlens_q is None:
-        key = (facts_key(arguments), derivative, torch.get_num_threads())
-        try:
-            plan = _PLANS.get(key)
-        except TypeError:  # symbolic sizes have no hash
-            key, plan = (None,), None
-        if plan is not None:
-            return plan[0], inputs_of(arguments, plan[0]), plan[1]
-        problem, inputs = describe(arguments)
-    else:
-        # the lengths, which may be read, are facts too
-        problem, inputs = describe(arguments)
-        key = (problem, derivative, arguments.backend, arguments.q.device, torch.get_num_threads())
-        plan = _PLANS.get(key)
-    if plan is None:
-        plan = _plan(problem, derivative, arguments)
-        if len(_PLANS) >= _PLAN_LIMIT:
-            _PLANS.clear()
-        if key[0] is not None:
-            _PLANS[key] = plan
-    return plan[0], inputs, plan[1]
-
-
 def _arguments(flat: Sequence[Any]) -> Arguments:
     """The dispatcher hands lists over; a tuple can be part of a key."""
     return Arguments._make((*flat[:_NEEDS], tuple(flat[_NEEDS]), *flat[_NEEDS + 1 :]))
 
 
-def _plan(problem: Problem, derivative: str, arguments: Arguments) -> tuple[Problem, Any]:
-    facts = device_facts(arguments.q.device)
-    if derivative == "forward":
-        name = choose(problem, facts, arguments.backend).name
-    else:
-        problem = problem.replace(derivative=derivative)
-        name = choose_derivative(problem, facts, arguments.backend)
-    # with no pair to compute there is nothing to be fast at, and one room knows every empty case
-    return problem, registry.load("reference" if problem.is_empty else name)
-
-
-@_beyond_autocast
 def forward(arguments: Arguments) -> State:
     """(out, lse) of the chosen backend; out is contiguous, lse as it comes: few callers look at it."""
-    problem, inputs, backend = _prepare(arguments, "forward")
-    out, lse = backend.forward(problem, inputs)
+    plan = find(arguments, "forward")
+    return run_forward(plan, inputs_of(arguments, plan.problem))
+
+
+def run_forward(plan: Plan, inputs: Inputs) -> State:
+    """``forward`` by a plan that is at hand."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return run_forward(plan, inputs)
+    out, lse = plan.backend.forward(plan.problem, inputs)
     return out.contiguous(), lse
 
 
@@ -126,13 +92,11 @@ def scaled_forward(arguments: Arguments, descales: Descales) -> State:
     return state
 
 
-@_beyond_autocast
 def _scaled_operator(*flat: Any) -> State:
     arguments = _arguments(flat[3:])
     problem, inputs = describe_scaled(arguments, flat[:3])
-    problem, backend = _plan(problem, "forward", arguments)
-    out, lse = backend.forward(problem, inputs)
-    return out.contiguous(), lse.contiguous()
+    out, lse = run_forward(make(problem, "forward", arguments), inputs)
+    return out, lse.contiguous()
 
 
 def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) -> list[torch.Tensor]:
@@ -141,11 +105,11 @@ def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) ->
     for name in names:
         like = getattr(arguments, name)
         grad = grads[name]
-        if name == "bias":
-            grad = grad.reshape(like.shape)
-        elif grad.shape != like.shape:
-            grad = grad.sum_to_size(like.shape)
-        result.append(grad.to(like.dtype).contiguous())
+        if grad.shape != like.shape:
+            grad = grad.reshape(like.shape) if name == "bias" else grad.sum_to_size(like.shape)
+        if grad.dtype != like.dtype:
+            grad = grad.to(like.dtype)
+        result.append(grad.contiguous())
     return result
 
 
@@ -154,15 +118,25 @@ def _counted(dlse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return dlse.masked_fill(lse == -torch.inf, 0.0)
 
 
-@_beyond_autocast
 def backward(
     dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor, *flat: Any
 ) -> list[torch.Tensor]:
     """The gradients named in ``needs_grad``, in that order."""
     arguments = _arguments(flat)
-    problem, inputs, backend = _prepare(arguments, "backward")
-    grads = backend.backward(problem, inputs, out, lse, dout, None if dlse is None else _counted(dlse, lse))
-    return _as_given(grads, problem.needs_grad, arguments)
+    return run_backward(find(arguments, "backward"), arguments, dout, dlse, out, lse)
+
+
+def run_backward(
+    plan: Plan, arguments: Arguments, dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor
+) -> list[torch.Tensor]:
+    """``backward`` by a plan that is at hand."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return run_backward(plan, arguments, dout, dlse, out, lse)
+    inputs = inputs_of(arguments, plan.problem)
+    dlse = None if dlse is None else _counted(dlse, lse)
+    grads = plan.backend.backward(plan.problem, inputs, out, lse, dout, dlse)
+    return _as_given(grads, plan.problem.needs_grad, arguments)
 
 
 def _named_tangents(tangents: tuple[Optional, ...], problem: Problem) -> Gradients:
@@ -184,9 +158,10 @@ def jvp(*flat: Any) -> State:
     """Tangents of (out, lse)."""
     count = len(GRAD_NAMES)
     tangents, (out, lse), arguments = flat[:count], flat[count : count + 2], _arguments(flat[count + 2 :])
-    problem, inputs, backend = _prepare(arguments, "jvp")
-    named = _named_tangents(tangents, problem)
-    out_tangent, lse_tangent = backend.jvp(problem, inputs, out, lse, named)
+    plan = find(arguments, "jvp")
+    inputs = inputs_of(arguments, plan.problem)
+    named = _named_tangents(tangents, plan.problem)
+    out_tangent, lse_tangent = plan.backend.jvp(plan.problem, inputs, out, lse, named)
     return out_tangent.contiguous(), lse_tangent.contiguous()
 
 
@@ -196,10 +171,11 @@ def second(*flat: Any) -> list[torch.Tensor]:
     count = len(GRAD_NAMES)
     tangents, arguments = flat[:count], _arguments(flat[count + 4 :])
     dout, dlse, out, lse = flat[count : count + 4]
-    problem, inputs, backend = _prepare(arguments, "second")
-    named = _named_tangents(tangents, problem)
-    grads = backend.second(problem, inputs, out, lse, named, dout, _counted(dlse, lse))
-    return _as_given(grads, problem.needs_grad, arguments)
+    plan = find(arguments, "second")
+    inputs = inputs_of(arguments, plan.problem)
+    named = _named_tangents(tangents, plan.problem)
+    grads = plan.backend.second(plan.problem, inputs, out, lse, named, dout, _counted(dlse, lse))
+    return _as_given(grads, plan.problem.needs_grad, arguments)
 
 
 def _empty_state(arguments: Arguments) -> State:

@@ -166,7 +166,7 @@ def _plain(causal_: Any, scale_: Any, softcap_: Any, dropout_p: Any, determinist
 
 
 # by type as well as by value, since 1 is no flag and True no number
-_remembered = functools.lru_cache(maxsize=1024, typed=True)(_plain)
+remembered = functools.lru_cache(maxsize=1024, typed=True)(_plain)
 
 
 def plain(*values: Any) -> Plain:
@@ -178,7 +178,7 @@ def plain(*values: Any) -> Plain:
         checked = _plain(*values)
     else:
         try:
-            checked = _remembered(*values)
+            checked = remembered(*values)
         except TypeError:  # some value cannot be remembered: a list, say, which has an error of its own
             checked = _plain(*values)
     return checked if checked[5] != "auto" else (*checked[:5], default.backend)

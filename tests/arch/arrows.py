@@ -12,7 +12,18 @@ FOUNDATION = frozenset(
     {"errors", "problem", "descale", "masks", "scores", "states", "rng", "device", "inputs", "iomodel"}
 )
 BELOW_OPS = FOUNDATION | {"dispatch"}
-BELOW_FUNCTIONAL = BELOW_OPS | {"options", "arguments", "batching", "ops", "autograd", "fp8", "quantize", "explain"}
+BELOW_FUNCTIONAL = BELOW_OPS | {
+    "options",
+    "arguments",
+    "batching",
+    "plan",
+    "ops",
+    "autograd",
+    "recall",
+    "fp8",
+    "quantize",
+    "explain",
+}
 PUBLIC = BELOW_FUNCTIONAL | {"functional", "tilewise"}
 APPLICATIONS = PUBLIC | {"kvcache", "distributed", "integrations", "testing", "textbook", "bench", "demo"}
 
@@ -36,8 +47,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "options": frozenset({"errors", "problem", "descale", "dispatch"}),
     "arguments": frozenset({"errors", "inputs", "options"}),
     "batching": frozenset({"inputs", "problem"}),
-    "ops": BELOW_OPS | {"batching", "fp8"},
-    "autograd": BELOW_OPS | {"ops"},
+    "plan": BELOW_OPS,
+    "ops": BELOW_OPS | {"batching", "fp8", "plan"},
+    "autograd": BELOW_OPS | {"plan", "ops"},
+    "recall": BELOW_OPS | {"options", "plan", "ops", "autograd"},
     "explain": BELOW_OPS | {"fp8"},
     "functional": BELOW_FUNCTIONAL,
     "tilewise": BELOW_FUNCTIONAL | {"functional"},

@@ -145,10 +145,11 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added = None if inputs.bias is None and inputs.mask is None else _additive(problem, inputs)
     scale = problem.softmax_scale
-    found = kernel.parts(problem)
-    if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k):
-        out, lse = kernel.forward(q, k, v, added, found[0].causal, scale)
+    whole = kernel.only_part(problem)
+    if whole is not None:
+        out, lse = kernel.forward(q, k, v, added, whole.causal, scale)
         return out.transpose(1, 2), lse
+    found = kernel.parts(problem)
     states = []
     for part in found:
         keys = slice(part.first, part.last)
@@ -194,8 +195,9 @@ def _backward(
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
         dq, dk, dv = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
         return _named(problem, torch.nn.functional.pad(dq, (0, 0, row, 0)), dk, dv)
-    if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k):
-        return _named(problem, *kernel.backward(rows, k, v, added, found[0].causal, scale))
+    whole = kernel.only_part(problem)
+    if whole is not None:
+        return _named(problem, *kernel.backward(rows, k, v, added, whole.causal, scale))
     # the rectangle and the triangle share their rows, and no key
     dq = torch.zeros_like(inputs.q, dtype=problem.state_dtype).transpose(1, 2)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -218,8 +220,12 @@ def _is_asked_for(rows: Rows, limit: float) -> bool:
 
 def _named(problem: Problem, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
     """The gradients that are needed, heads back in third place, in the inputs' dtype."""
-    grads = {"q": dq, "k": dk, "v": dv}
-    return {name: grads[name].transpose(1, 2).to(problem.dtype) for name in problem.needs_grad}
+    named = {}
+    for name, grad in (("q", dq), ("k", dk), ("v", dv)):
+        if name in problem.needs_grad:
+            grad = grad.transpose(1, 2)
+            named[name] = grad if grad.dtype == problem.dtype else grad.to(problem.dtype)
+    return named
 
 
 BACKEND = SdpaBackend()

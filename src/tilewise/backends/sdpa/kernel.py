@@ -68,6 +68,13 @@ def parts(problem: Problem) -> tuple[Part, ...]:
     return (Part(row, 0, corner, False), triangle) if corner else (triangle,)
 
 
+@functools.lru_cache(maxsize=4096)
+def only_part(problem: Problem) -> Part | None:
+    """The part that is all rows and keys, if one is."""
+    found = parts(problem)
+    return found[0] if len(found) == 1 and found[0][:3] == (0, 0, problem.seqlen_k) else None
+
+
 def cut(added: torch.Tensor | None, part: Part) -> torch.Tensor | None:
     """The rows and keys of ``part`` in what is added to the scores; broadcast dimensions stay 1."""
     if added is None:
