@@ -66,3 +66,39 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cuda":
         return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
     return _plain_facts(device.type, torch.get_num_threads())
+
+
+_KIB, _GIB = 2**10, 2**30
+# arch, multiprocessors, shared memory of a block, memory: the vendors' data sheets
+_GPUS = {
+    "a100": ("sm_80", 108, 163 * _KIB, 80 * _GIB),
+    "a10": ("sm_86", 72, 99 * _KIB, 24 * _GIB),
+    "rtx3090": ("sm_86", 82, 99 * _KIB, 24 * _GIB),
+    "l4": ("sm_89", 58, 99 * _KIB, 24 * _GIB),
+    "l40s": ("sm_89", 142, 99 * _KIB, 48 * _GIB),
+    "rtx4090": ("sm_89", 128, 99 * _KIB, 24 * _GIB),
+    "h100": ("sm_90", 132, 227 * _KIB, 80 * _GIB),
+    "h200": ("sm_90", 132, 227 * _KIB, 141 * _GIB),
+    "b200": ("sm_100", 148, 227 * _KIB, 180 * _GIB),
+    "rtx5090": ("sm_120", 170, 99 * _KIB, 32 * _GIB),
+    "mi300x": ("gfx942", 304, 64 * _KIB, 192 * _GIB),
+    "mi355x": ("gfx950", 256, 160 * _KIB, 288 * _GIB),
+}
+GPU_NAMES = tuple(_GPUS)
+_TRITON = "3.6.0"  # stands for the one over there where none is installed here
+
+
+def known_gpu(name: str) -> DeviceFacts | None:
+    """Facts of a GPU by its name, one of ``GPU_NAMES``, which need not be in this machine; None for another name."""
+    if name.lower() not in _GPUS:
+        return None
+    arch, multiprocessors, shared_memory, total_memory = _GPUS[name.lower()]
+    return DeviceFacts(
+        type="cuda",
+        name=name.lower(),
+        arch=arch,
+        multiprocessors=multiprocessors,
+        shared_memory=shared_memory,
+        total_memory=total_memory,
+        triton=triton_version() or _TRITON,
+    )

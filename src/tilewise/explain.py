@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewise.device import DeviceFacts, device_facts
+from tilewise.device import GPU_NAMES, DeviceFacts, device_facts, known_gpu
 from tilewise.dispatch import registry
 from tilewise.dispatch.choose import Trace, survey
 from tilewise.errors import InvalidInput, InvalidType
@@ -119,12 +119,16 @@ def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor
         return device_facts(torch.device("cpu") if tensor.is_meta else tensor.device)
     if not isinstance(device, (str, torch.device)):
         raise InvalidType(f"device: is {device!r}, must be a device, its name, DeviceFacts or None")
+    known = known_gpu(device) if isinstance(device, str) else None
+    if known is not None:
+        return known
     try:
         return device_facts(torch.device(device))
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
-            f"device: is {str(device)!r}, must be a device of this machine or DeviceFacts ({reason})"
+            f"device: is {str(device)!r}, must be a device of this machine, DeviceFacts or one of "
+            f"{', '.join(GPU_NAMES)} ({reason})"
         ) from error
 
 

@@ -295,7 +295,8 @@ def explain(
 
     Args:
         q, k, v and the keyword arguments of ``attention``; meta tensors do.
-        device: which device to explain for, when it is not q's: "cpu", a torch.device, or made-up ``DeviceFacts``.
+        device: which device to explain for, when it is not q's: "cpu", a torch.device, a GPU by its name ("h200",
+            "a100", "l40s", "mi300x", ...; it need not be here), or made-up ``DeviceFacts``.
 
     Returns:
         Explanation: prints as text, ``.as_dict()`` gives plain data: the chosen backend, every refused one with all

@@ -123,6 +123,26 @@ def test_packed_sequences_longer_than_memory_are_explained(capsys):
     assert data["problem"]["inner_contiguous"] is True
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "name"),
+    [
+        ("h200", "bf16", "hopper"),
+        ("H100", "fp8", "hopper"),
+        ("rtx4090", "fp16", "triton"),
+        ("mi300x", "bf16", "triton"),
+    ],
+)
+def test_explain_for_a_gpu_that_is_not_here(capsys, gpu, dtype, name):
+    data = _json(capsys, "explain", "--device", gpu, "--dtype", dtype, "--headdim", "128", "--json")
+    assert data["backend"] == name
+    assert data["device"]["name"] == gpu.lower()
+
+
+def test_explain_offsets_past_32_bits(capsys):
+    data = _json(capsys, "explain", "--cu-seqlens-q", f"0,5,{2**33}", "--causal", "--json")
+    assert data["problem"]["total_q"] == 2**33
+
+
 def test_explain_when_nothing_runs_it(capsys):
     status = main(["explain", "--backend", "sdpa", "--softcap", "5", "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -157,7 +177,10 @@ def test_explain_when_nothing_runs_it(capsys):
         (["--cu-seqlens-q", "0,5", "--batch", "4"], "batch: is 4, must be absent where cu_seqlens_q packs"),
         (["--cu-seqlens-q", "0,5", "--bias", "1,1,5,5"], "bias: is [1, 1, 5, 5], must be absent"),
         (["--cu-seqlens-k", "0,5"], "cu_seqlens_k: is given, must be absent without cu_seqlens_q"),
-        (["--device", "toaster"], "--device: is 'toaster', must be one of torch's"),
+        (["--seqlen-q", str(2**63)], "seqlen_q: is 9223372036854775808, must be an integer of 0 or more, below 2**63"),
+        (["--seqlen-q", str(2**62)], "q: has shape (1, 4611686018427387904, 8, 64), must take fewer than 2**63 bytes"),
+        (["--cu-seqlens-q", f"0,{2**63}"], "cu_seqlens_q: is [0, 9223372036854775808], must be a list of integers"),
+        (["--device", "toaster"], "--device: is 'toaster', must be one of torch's, such as cpu or cuda:1, or a100"),
         (["--device", "cuda:99"], "--device: is 'cuda:99', but there are"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 
 import tilewise
 from tilewise.cli.shapes import FIELDS, Shapes
+from tilewise.device import GPU_NAMES
 from tilewise.errors import InvalidInput
 
 
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in FIELDS.values():
         field.add(parser)
     parser.add_argument("--problem", help="JSON, a file that holds it, or - for standard input; options go before it")
-    parser.add_argument("--device", help="explain it for this device, cuda for one (the CPU)")
+    known = ", ".join(GPU_NAMES)
+    parser.add_argument("--device", help=f"explain it for this device: cuda, or a GPU's name: {known} (the CPU)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -43,13 +45,16 @@ def _problem(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _device(name: str | None) -> torch.device | None:
-    if name is None:
-        return None
+def _device(name: str | None) -> str | torch.device | None:
+    if name is None or name.lower() in GPU_NAMES:
+        return name
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidInput(f"--device: is {name!r}, must be one of torch's, such as cpu, cuda or cuda:1") from error
+        known = ", ".join(GPU_NAMES)
+        raise InvalidInput(
+            f"--device: is {name!r}, must be one of torch's, such as cpu or cuda:1, or {known}"
+        ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInput(f"--device: is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here")
     return device

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tilewise.descale import FP8
 from tilewise.errors import InvalidInput
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES["fp8"] = FP8
 DTYPES.update({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()})
 GRADS = ("q", "k", "v", "bias", "alibi_slopes", "sink")
 CAUSAL = (False, True, "bottom_right", "top_left")
@@ -47,7 +50,7 @@ class Field:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
@@ -65,7 +68,7 @@ def _is_counts(value: Any) -> bool:
 
 
 def _count(name: str, text: str) -> Field:
-    return Field(name, text, _is_count, "an integer of 0 or more", {"type": int, "metavar": "N"})
+    return Field(name, text, _is_count, "an integer of 0 or more, below 2**63", {"type": int, "metavar": "N"})
 
 
 def _number(name: str, text: str) -> Field:
@@ -77,7 +80,13 @@ def _flag(name: str, text: str) -> Field:
 
 
 def _counts(name: str, text: str) -> Field:
-    return Field(name, text, _is_counts, "a list of integers", {"type": _integers, "metavar": "N,N,..."})
+    return Field(
+        name,
+        text,
+        _is_counts,
+        "a list of integers of 0 or more, below 2**63",
+        {"type": _integers, "metavar": "N,N,..."},
+    )
 
 
 _ALL = (
@@ -106,7 +115,7 @@ _ALL = (
         "window_size",
         "keys to the left and right of the query's own; none is open",
         _is_window,
-        "[left, right], each an integer of 0 or more, or null",
+        "[left, right], each an integer of 0 or more below 2**63, or null",
         {"nargs": 2, "type": _bound, "metavar": ("LEFT", "RIGHT")},
     ),
     _flag("segments", "packed documents: segment ids for both sides"),
@@ -188,6 +197,8 @@ class Shapes:
         )
 
     def _empty(self, name: str, *shape: int) -> torch.Tensor:
+        if math.prod(shape) * self.dtype.itemsize >= 2**63:
+            raise InvalidInput(f"{name}: has shape {shape}, must take fewer than 2**63 bytes")
         wanted = name in self.options.get("grad", ())
         if self.cu_seqlens_q is None:
             return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=wanted)
@@ -210,7 +221,7 @@ class Shapes:
                 found[name] = self._empty(name, self.nheads)
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             if name in self.options:
-                found[name] = torch.tensor(self.options[name], dtype=torch.int32)
+                found[name] = torch.tensor(self.options[name], dtype=torch.int64)
         if "mask" in self.options:
             found["mask"] = torch.empty(self.options["mask"], dtype=torch.bool, device="meta")
         if "bias" in self.options:
