@@ -131,7 +131,7 @@ def attention(
         and window_size is OPEN
     ):
         key = recall.key_of(q, k, v, causal, softmax_scale, softcap, dropout_p, deterministic, backend)
-        call = None if key is None else recall.find_call(key)
+        call = None if key is None else recall.CALLS.get(key)
         if call is not None:
             return call.run(q, k, v)
     arguments = dense_arguments(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tilewise import autograd, ops, options
+from tilewise import autograd, options
 from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs
 from tilewise.plan import Plan, find
 
@@ -34,10 +34,11 @@ class Recalled(NamedTuple):
         """out."""
         if self.recorded:
             return autograd.record(self.plan, Arguments._make((q, k, v, *_ABSENT, *self.rest)))[0]
-        return ops.run_forward(self.plan, Inputs(q, k, v))[0]
+        out: torch.Tensor = self.plan.backend.forward(self.plan.problem, Inputs(q, k, v))[0]
+        return out.contiguous()
 
 
-_CALLS: dict[Key, Recalled] = {}
+CALLS: dict[Key, Recalled] = {}
 
 
 def key_of(q: Any, k: Any, v: Any, *plain: Any) -> Key | None:
@@ -67,15 +68,10 @@ def key_of(q: Any, k: Any, v: Any, *plain: Any) -> Key | None:
         return None  # no tensors, none with strides, or a value with an error of its own: the long way says what
 
 
-def find_call(key: Key) -> Recalled | None:
-    """What is kept under ``key``."""
-    return _CALLS.get(key)
-
-
 def keep(key: Key, arguments: Arguments) -> None:
     """Keep the call of checked arguments that ``key`` stands for, if it is one of ordinary tensors without dropout."""
     if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p or not autograd.is_plain(arguments[:3]):
         return
-    if len(_CALLS) >= _LIMIT:
-        _CALLS.clear()
-    _CALLS[key] = Recalled(find(arguments, "forward"), arguments[TENSOR_COUNT:], bool(arguments.needs_grad))
+    if len(CALLS) >= _LIMIT:
+        CALLS.clear()
+    CALLS[key] = Recalled(find(arguments, "forward"), arguments[TENSOR_COUNT:], bool(arguments.needs_grad))

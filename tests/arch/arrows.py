@@ -50,7 +50,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "plan": BELOW_OPS,
     "ops": BELOW_OPS | {"batching", "fp8", "plan"},
     "autograd": BELOW_OPS | {"plan", "ops"},
-    "recall": BELOW_OPS | {"options", "plan", "ops", "autograd"},
+    "recall": BELOW_OPS | {"options", "plan", "autograd"},
     "explain": BELOW_OPS | {"fp8"},
     "functional": BELOW_FUNCTIONAL,
     "tilewise": BELOW_FUNCTIONAL | {"functional"},

@@ -18,7 +18,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
-    recall._CALLS.clear()
+    recall.CALLS.clear()
 
 
 def _tensors(dtype: torch.dtype = torch.float64) -> Tensors:
@@ -29,9 +29,9 @@ def _tensors(dtype: torch.dtype = torch.float64) -> Tensors:
 def _twice(tensors: Tensors, **options: Any) -> torch.Tensor:
     """The second of two calls, which is a remembered one."""
     tilewise.attention(*tensors, **options)
-    assert len(recall._CALLS) == 1
+    assert len(recall.CALLS) == 1
     out = tilewise.attention(*tensors, **options)
-    assert len(recall._CALLS) == 1
+    assert len(recall.CALLS) == 1
     return out
 
 
@@ -90,7 +90,7 @@ def test_gradients_and_their_absence_are_different_calls() -> None:
         assert not tilewise.attention(*tensors).requires_grad
     assert not tilewise.attention(*(t.detach() for t in tensors)).requires_grad
     assert tilewise.attention(*tensors).requires_grad
-    assert len(recall._CALLS) == 3
+    assert len(recall.CALLS) == 3
 
 
 def test_another_layout_is_another_call() -> None:
@@ -98,7 +98,7 @@ def test_another_layout_is_another_call() -> None:
     _twice(tensors)
     turned = [t.detach().mT.contiguous().mT for t in tensors]
     torch.testing.assert_close(tilewise.attention(*turned), tilewise.attention(*tensors))
-    assert len(recall._CALLS) == 2
+    assert len(recall.CALLS) == 2
 
 
 def test_dropout_and_meta_tensors_are_not_remembered() -> None:
@@ -106,7 +106,7 @@ def test_dropout_and_meta_tensors_are_not_remembered() -> None:
     first, second = (tilewise.attention(q, k, v, dropout_p=0.5) for _ in range(2))
     assert not torch.equal(first, second)
     tilewise.attention(*(t.to("meta") for t in (q, k, v)))
-    assert not recall._CALLS
+    assert not recall.CALLS
 
 
 def test_transforms_around_a_remembered_call_take_the_long_way() -> None:
