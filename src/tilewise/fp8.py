@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.descale import FP8
+from tilewise.descale import BLOCK, FP8, blocks_of
 from tilewise.errors import InvalidInput, InvalidType
 from tilewise.inputs import DESCALES, Arguments, Inputs, check_tensor, describe
 from tilewise.problem import Problem
@@ -46,8 +46,8 @@ def as_tensor(name: str, descale: Any, arguments: Arguments) -> torch.Tensor | N
     return tensor
 
 
-def _per_head(name: str, descale: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
-    """A descale as (batch, nheads_k), a view."""
+def _in_full(name: str, descale: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
+    """A descale as (batch, nheads_k) or (batch, nheads_k, blocks), a view."""
     if descale is None:
         return None
     if problem.dtype != FP8:
@@ -56,12 +56,15 @@ def _per_head(name: str, descale: torch.Tensor | None, problem: Problem) -> torc
     sizes = (problem.batch, problem.nheads_k)
     if descale.numel() == 1:
         return descale.reshape(1, 1).expand(sizes)
-    if tuple(descale.shape) not in (sizes, sizes[1:]):
+    blocks = blocks_of(problem.seqlen_q if name[0] == "q" else problem.seqlen_k)
+    forms = [sizes[1:], sizes] if problem.varlen else [sizes[1:], sizes, (*sizes, blocks)]
+    if tuple(descale.shape) not in forms:
+        by_block = "" if problem.varlen else f", or (batch, nheads_k, blocks of {BLOCK}) with {blocks} blocks"
         raise InvalidInput(
             f"{name}: shape is {tuple(descale.shape)}, must be one number, (nheads_k,) or (batch, nheads_k) with batch "
-            f"{sizes[0]}, nheads_k {sizes[1]}"
+            f"{sizes[0]}, nheads_k {sizes[1]}{by_block}"
         )
-    return descale.expand(sizes)
+    return descale if descale.ndim == 3 else descale.expand(sizes)
 
 
 def describe_scaled(arguments: Arguments, descales: Sequence[Any]) -> tuple[Problem, Inputs]:
@@ -73,6 +76,7 @@ def describe_scaled(arguments: Arguments, descales: Sequence[Any]) -> tuple[Prob
     problem, inputs = describe(arguments)
     given = {}
     for name, descale in zip(DESCALES, descales, strict=True):
-        given[name] = _per_head(name, as_tensor(name, descale, arguments), problem)
+        given[name] = _in_full(name, as_tensor(name, descale, arguments), problem)
     names = tuple(name[0] for name, descale in given.items() if descale is not None)
-    return problem.replace(descales=names), inputs.replace(**given)
+    by_block = tuple(name[0] for name, descale in given.items() if descale is not None and descale.ndim == 3)
+    return problem.replace(descales=names, block_descales=by_block), inputs.replace(**given)

@@ -108,8 +108,8 @@ def attention(
             one from torch's generator, only if dropout_p > 0.
         softmax_scale: default headdim ** -0.5; any finite number, 0 and negatives included.
         q_descale, k_descale, v_descale: for float8_e4m3fn q, k, v alone: a number, or fp32 with one number,
-            (nheads_k,) or (batch, nheads_k), that the stored values are multiplied by; None is 1. ``quantize_fp8``
-            makes them. Forward only.
+            (nheads_k,), (batch, nheads_k), or (batch, nheads_k, blocks) with one for every 128 rows, that the stored
+            values are multiplied by; None is 1. ``quantize_fp8`` makes them. Forward only.
         deterministic: bitwise equal from run to run on the same device, forward and backward.
         backend: "auto", or a name ("cpu", "sdpa", "triton", "hopper", "reference"); a backend asked for by name runs
             or raises, it never falls back.

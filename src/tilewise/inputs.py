@@ -55,8 +55,8 @@ class Inputs(NamedTuple):
     q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
     headdim_v), or (total, nheads, dim) with cu_seqlens (batch + 1,). bias and mask are 4-D views that broadcast to
     (batch, nheads, seqlen_q, seqlen_k). alibi_slopes and sink are (batch, nheads) in the state dtype. segments are
-    (batch, seqlen). The descales of fp8 are (batch, nheads_k) in fp32. dropout_seed is a 0-dim int64. ``batch_offset``
-    is added to the batch index in dropout's counter.
+    (batch, seqlen). The descales of fp8 are (batch, nheads_k) or (batch, nheads_k, blocks) in fp32. dropout_seed is a
+    0-dim int64. ``batch_offset`` is added to the batch index in dropout's counter.
     """
 
     q: torch.Tensor

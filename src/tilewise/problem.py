@@ -23,7 +23,7 @@ class Problem:
     bounds of their lengths, and ``total_q``, ``total_k`` count tokens, those beyond the last offset included.
     ``needs_grad`` names the tensors a gradient will be asked for; ``derivative`` says which function of the
     calculus is to run: "forward", "backward", "jvp" (forward mode) or "second" (the gradient of jvp). ``descales``
-    names the fp8 tensors that come with a descale.
+    names the fp8 tensors that come with a descale, ``block_descales`` those with one for each block of rows.
     """
 
     batch: int
@@ -55,6 +55,7 @@ class Problem:
     derivative: str = "forward"
     inner_contiguous: bool = True
     descales: tuple[str, ...] = ()
+    block_descales: tuple[str, ...] = ()
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -135,6 +136,8 @@ class Problem:
             words.append("sink")
         if self.descales:
             words.append("descale " + ", ".join(self.descales))
+        if self.block_descales:
+            words.append("by block " + ", ".join(self.block_descales))
         if self.softcap:
             words.append(f"softcap {self.softcap:g}")
         if self.dropout_p:

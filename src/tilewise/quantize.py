@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.descale import FP8, spread
+from tilewise.descale import BLOCK, FP8, blocks_of, spread
 from tilewise.errors import InvalidInput, InvalidType
 from tilewise.inputs import check_tensor
 
 LARGEST = 448.0
 _SMALLEST = torch.finfo(torch.float32).tiny
-SCALES = ("tensor", "head")
+SCALES = ("tensor", "head", "block")
 
 
 class Quantized(NamedTuple):
@@ -47,7 +47,8 @@ def quantize_fp8(
         q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim); any float dtype.
         k, v: with nheads_k heads, as ``attention`` takes them.
         scales: "tensor": one number for each of q, k and v; "head": one for each batch item and key head (packed: for
-            each key head), q's shared by the query heads of a group.
+            each key head), q's shared by the query heads of a group; "block": one for each 128 rows of such a head
+            (not packed).
         rotation_seed: an int rotates q and k over headdim by ``rotation`` first, which changes no product of theirs
             but by rounding; None does not.
 
@@ -65,6 +66,8 @@ def quantize_fp8(
             raise InvalidType(f"{name}: is {tensor.dtype} with shape {tuple(tensor.shape)}, must be (batch, seqlen, "
                               "nheads, dim) or (total, nheads, dim) of floats")  # fmt: skip
     _check_sizes(q, k, v)
+    if scales == "block" and q.ndim == 3:
+        raise InvalidInput("scales: is 'block', must be 'tensor' or 'head' for packed tensors")
     q, k, v = q.detach(), k.detach(), v.detach()
     if rotation_seed is not None:
         matrix = rotation(q.shape[-1], rotation_seed, device=q.device)
@@ -115,16 +118,21 @@ def _stored(tensor: torch.Tensor, nheads_k: int, scales: str) -> tuple[torch.Ten
     real = tensor.float()
     finite = real.isfinite()
     sizes = real.abs().masked_fill(~finite, 0.0)  # what padding holds sets no scale
-    if tensor.numel() == 0:
-        largest = real.new_zeros(() if scales == "tensor" else (*real.shape[:-3], nheads_k))
-    else:
-        largest = sizes.amax() if scales == "tensor" else _largest_of_heads(sizes, nheads_k)
+    largest = _largest(sizes, nheads_k, scales)
     descale = torch.where(largest > 0, (largest / LARGEST).clamp(min=_SMALLEST), 1.0)
-    stored = (real / spread(descale, real.shape[-2], real.ndim)).clamp(-LARGEST, LARGEST)
+    stored = (real / spread(descale, real.shape)).clamp(-LARGEST, LARGEST)
     return stored.masked_fill(~finite, torch.nan).to(FP8), descale
 
 
-def _largest_of_heads(sizes: torch.Tensor, nheads_k: int) -> torch.Tensor:
-    """(batch, nheads_k), packed (nheads_k,)."""
-    by_head = sizes.amax((-3, -1))
-    return by_head.reshape(*by_head.shape[:-1], nheads_k, -1).amax(-1)
+def _largest(sizes: torch.Tensor, nheads_k: int, scales: str) -> torch.Tensor:
+    """One number, (batch, nheads_k), packed (nheads_k,), or (batch, nheads_k, blocks)."""
+    batch, seqlen = sizes.shape[:-3], sizes.shape[-3]
+    if scales == "tensor":
+        return sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    rows, blocks = (BLOCK, blocks_of(seqlen)) if scales == "block" else (seqlen, 1)
+    if sizes.numel():
+        padded = torch.nn.functional.pad(sizes, (0, 0, 0, 0, 0, blocks * rows - seqlen))
+        by_block = padded.reshape(*batch, blocks, rows, nheads_k, -1).amax((-3, -1))
+    else:
+        by_block = sizes.new_zeros(*batch, blocks, nheads_k)
+    return by_block.transpose(-1, -2) if scales == "block" else by_block.squeeze(-2)

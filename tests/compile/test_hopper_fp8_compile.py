@@ -13,9 +13,9 @@ from tests.compile.test_hopper_compile import DIMS, FEATURES
 from tilewise.descale import FP8
 
 QUICK = ("causal",)
-# local memory accesses in the loops with products: three warpgroups leave 160 registers for 64 channels, and every
-# feature at once needs more constants
-HOT_SPILLS = {(64, name): 36 for name in FEATURES} | {(64, "everything"): 60, (128, "everything"): 16}
+# local memory accesses in the loops with products: four warpgroups leave 112 registers for 64 channels, three leave
+# 160, which slopes and every feature at once pass
+HOT_SPILLS = {(64, "long"): 30, (64, "alibi_sink"): 110, (128, "window"): 6, (128, "everything"): 24}
 
 
 def cases() -> list[Any]:

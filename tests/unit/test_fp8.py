@@ -21,6 +21,7 @@ from tilewise.descale import FP8, real
 from tilewise.testing.oracle import attention_oracle
 
 BACKENDS = ("reference", "cpu")
+DESCALE_NAMES = ("q_descale", "k_descale", "v_descale")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -33,6 +34,7 @@ DESCALES: dict[str, dict[str, Any]] = {
     "numbers": {"q_descale": 0.5, "k_descale": torch.tensor(-2.0), "v_descale": torch.tensor([3.0])},
     "heads": {"k_descale": torch.tensor([0.3, 2.0]), "v_descale": torch.tensor([[1.0, 20.0], [0.1, 0.0]])},
     "items": {"q_descale": torch.tensor([[1.0, 0.2], [3.0, 0.5]])},
+    "blocks": {name: torch.rand(2, 2, 1, generator=torch.Generator().manual_seed(5)) + 0.5 for name in DESCALE_NAMES},
 }
 
 
@@ -65,6 +67,30 @@ def test_exact_for_the_real_values(name: str, options: str, descales: str) -> No
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=2**-8)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("which", DESCALE_NAMES)
+def test_a_descale_for_every_block_of_rows(name: str, which: str) -> None:
+    """The last block is short."""
+    q, k, v = stored(2, 300, 4, 32), stored(2, 260, 2, 32, seed=1), stored(2, 260, 2, 32, seed=2)
+    descale = {which: torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0)) * 2 - 0.5}
+    out, lse = attention_with_lse(q, k, v, causal=True, backend=name, **descale)
+    expected, expected_lse = exact(q, k, v, descale, causal=True)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=2**-8)
+    assert f"by block {which[0]}" in str(explain(q, k, v, **descale))
+    assert torch.equal(attention(q, k, v, causal=True, backend=name, **descale), out)
+
+
+def test_descales_of_blocks_must_fit() -> None:
+    q, k, v = tensors()
+    with pytest.raises(InvalidInput, match=r"q_descale: shape is \(2, 2, 2\), must be .* with 1 blocks"):
+        attention(q, k, v, q_descale=torch.ones(2, 2, 2))
+    offsets = torch.tensor([0, 80])
+    packed = (t.flatten(0, 1)[:80] for t in tensors())
+    with pytest.raises(InvalidInput, match=r"k_descale: shape is \(1, 2, 1\)"):
+        attention_varlen_with_lse(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, k_descale=torch.ones(1, 2, 1))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -26,17 +26,17 @@ def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: objec
     return float((out - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("scales", ["tensor", "head"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "block"])
 def test_stored_times_descale_is_the_tensor(scales: str) -> None:
-    q, k, v = normal(2, 50, 4, 64)
+    q, k, v = normal(2, 300, 4, 64)
     k, v = k[:, :, :2], v[:, :, :2] * torch.tensor([1e-3, 1e3])[:, None]
     x = quantize_fp8(q, k, v, scales=scales)
-    shape = () if scales == "tensor" else (2, 2)
+    shape = {"tensor": (), "head": (2, 2), "block": (2, 2, 3)}[scales]
     for stored, descale, given in ((x.q, x.q_descale, q), (x.k, x.k_descale, k), (x.v, x.v_descale, v)):
         assert stored.dtype == FP8
         assert descale.shape == shape
         assert stored.float().abs().max() == LARGEST
-        if scales == "head":
+        if scales != "tensor":
             torch.testing.assert_close(real(stored, descale), given, rtol=1 / 16, atol=1e-3 * float(given.abs().max()))
 
 
@@ -87,8 +87,10 @@ def test_rotation_changes_little_of_plain_numbers() -> None:
 
 def test_what_is_refused() -> None:
     q, k, v = normal(1, 3, 2, 8)
-    with pytest.raises(InvalidInput, match="scales: is 'block'"):
-        quantize_fp8(q, k, v, scales="block")
+    with pytest.raises(InvalidInput, match="scales: is 'row'"):
+        quantize_fp8(q, k, v, scales="row")
+    with pytest.raises(InvalidInput, match="scales: is 'block', must be 'tensor' or 'head' for packed tensors"):
+        quantize_fp8(q[0], k[0], v[0], scales="block")
     with pytest.raises(InvalidType, match="k: is torch"):
         quantize_fp8(q, k.int(), v)
 
@@ -111,10 +113,12 @@ def test_tiny_numbers_stay_numbers():
     assert bool(tilewise.quantize_fp8(x, x, x).k.float().isfinite().all())
 
 
-@pytest.mark.parametrize("scales", ["tensor", "head"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "block"])
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8)])
 def test_empty_sizes(shape, scales):
     x = torch.randn(shape)
+    if scales == "block" and len(shape) == 3:
+        return
     stored = tilewise.quantize_fp8(x, x, x, scales=scales)
     assert stored.q.shape == shape
     if len(shape) == 4:

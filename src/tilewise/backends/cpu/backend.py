@@ -9,7 +9,7 @@ import torch
 from tilewise import masks
 from tilewise.backends.cpu import first_order, packed, second_order
 from tilewise.backends.cpu.tiles import Tiling
-from tilewise.descale import FP8
+from tilewise.descale import FP8, real
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
 from tilewise.inputs import Inputs, PackedSequence
@@ -72,6 +72,8 @@ class CpuBackend:
     @torch.no_grad()
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse)."""
+        if "q" in problem.block_descales:
+            inputs = inputs.replace(q=real(inputs.q, inputs.q_descale), q_descale=None)
         if not problem.varlen:
             return first_order.forward(problem, inputs)
         return packed.state(problem, inputs, lambda _, part: first_order.forward(part.problem, part.inputs))

@@ -16,7 +16,7 @@ import torch
 from tilewise import rng
 from tilewise.backends.cpu.layout import RowSide, Scratch, Span, Strips, load_keys, pairs, row_scalars
 from tilewise.backends.cpu.tiles import Tile, Tiling, Visibility
-from tilewise.descale import FP8
+from tilewise.descale import FP8, by_row
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -91,8 +91,13 @@ class Chunk:
 
     def _descale(self, keys: torch.Tensor, descale: torch.Tensor | None) -> None:
         """Stored numbers become real ones, in place; q's descale multiplies k, since a unit has one of each."""
-        if descale is not None:
-            keys *= descale[self.span.batch, self.span.heads].reshape(-1, 1, 1)
+        if descale is None:
+            return
+        own = descale[self.span.batch, self.span.heads]
+        if descale.ndim == 3:
+            keys *= by_row(own, keys.shape[1]).reshape(*keys.shape[:2], 1)
+        else:
+            keys *= own.reshape(-1, 1, 1)
 
     def row_side(self, tensor: torch.Tensor) -> RowSide:
         """This span's rows of a (batch, seqlen_q, nheads, dim) tensor."""

@@ -143,11 +143,10 @@ class Fp8Tile(NamedTuple):
     block_n: int
     block_d: int
     block_dv: int
-    stages: int  # of k and of the transposed v
+    stages: int  # of k and of the transposed v, an even number: see turn.py
     consumers: int
     registers: int  # of a consumer's thread
     small_registers: int  # of the other warps' threads
-    parts: int  # of the channels of out: 1, multiplied under the next scores, or parts of 64, multiplied after them
     columns: int = 0  # headdim_v
 
     @property
@@ -156,9 +155,19 @@ class Fp8Tile(NamedTuple):
         return 64 * self.consumers
 
     @property
-    def lazy(self) -> bool:
-        """Whether the maximum may lag behind: never, e4m3 has no room for probabilities larger than 2**RAISE."""
-        return False
+    def parts(self) -> int:
+        """Parts of 64 channels that out falls in."""
+        return self.block_dv // 64
+
+    @property
+    def keys_barrier(self) -> int:
+        """First of the named barriers at which k slots are let go; Triton takes one for each partition and one more."""
+        return self.consumers + 4
+
+    @property
+    def values_barrier(self) -> int:
+        """The same of the transposed v."""
+        return self.keys_barrier + self.stages
 
 
 class Ring(NamedTuple):

@@ -61,6 +61,8 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         )
         if present
     ]
+    if problem.block_descales:
+        found.append(Reason("descale", "one for each block", "one for each head or tensor", 'scales="head"'))
     if problem.dropout_p:
         found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
     if problem.derivative not in ("forward", "backward"):

@@ -9,10 +9,10 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.primitives import publish
 from tilewise.backends.hopper.softmax import finish_rows
+from tilewise.backends.hopper.softmax_fp8 import by_threads, over_groups
 
 SIGNS = gl.constexpr(0x80808080 - (1 << 32))  # of the four numbers in an int32
-RAISE = gl.constexpr(8)  # a row's largest probability is stored as 2**RAISE = 256, of e4m3's 448
-LOWER = gl.constexpr(2.0**-8)
+LOWER = gl.constexpr(2.0**-7)  # 2**-RAISE
 
 
 @gluon.jit
@@ -71,7 +71,11 @@ def as_operand(words, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def times_rows(o, factor):
-    return o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+    """Rows of out times a row state."""
+    x = by_threads(o)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    x = x * over_groups(gl.convert_layout(factor, LAYOUT, assert_trivial=True))
+    return gl.convert_layout(gl.reshape(x, o.shape), o.type.layout, assert_trivial=True)
 
 
 @gluon.constexpr_function
@@ -109,8 +113,10 @@ def store_rows(o, factor, FIRST: gl.constexpr, pointers, work, row0, sizes, MODE
 
 
 @gluon.jit
-def finish(row_max, row_sum, sink_log2, v_descale, pointers, work, row0, sizes, scalars, MODE: gl.constexpr):
+def finish(row_max, row_sum, sink_log2, v_descale, pointers, work, row0, sizes, scalars,
+           LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """Writes lse of 64 rows; returns the factor that turns the accumulator into out, 0 for an empty row."""
+    row_max = gl.convert_layout(gl.max(row_max, 1), LAYOUT)
     lse, factor = finish_rows(row_max, row_sum * LOWER, sink_log2, scalars, MODE)
     rows = row0 + gl.arange(0, 64, layout=lse.type.layout)
     if MODE.varlen:

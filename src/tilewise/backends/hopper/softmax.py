@@ -45,9 +45,8 @@ def exponentials(x, rescale, row_sum):
 
 
 @gluon.jit
-def block_scores(s, row_max, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr, MODE: gl.constexpr,
-                 TILE: gl.constexpr, RAISE: gl.constexpr = 0):
-    """Scores of a block, masked where it is partial (never, unless PARTIAL), against the new maximum."""
+def kept_scores(s, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr, MODE: gl.constexpr):
+    """Scores of a block, masked where it is partial (never, unless PARTIAL), and what turns them into units of log2."""
     LAYOUT: gl.constexpr = s.type.layout
     rows = gl.expand_dims(row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
     cols = gl.expand_dims(block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -61,9 +60,17 @@ def block_scores(s, row_max, row0, block, blocks, slope_log2, work, scalars, PAR
         if block >= blocks.full_last or block < blocks.full_first:
             s = keep_band(s, rows, cols, work, MODE)
     if MODE.raw_scale:
-        return shifted(s, row_max, scalars.scale_log2, MODE, TILE, RAISE)
+        return s, scalars.scale_log2
     else:
-        return shifted(s, row_max, 1.0, MODE, TILE, RAISE)
+        return s, 1.0
+
+
+@gluon.jit
+def block_scores(s, row_max, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr, MODE: gl.constexpr,
+                 TILE: gl.constexpr, RAISE: gl.constexpr = 0):
+    """Scores of a block, masked where it is partial (never, unless PARTIAL), against the new maximum."""
+    s, scale_log2 = kept_scores(s, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE)
+    return shifted(s, row_max, scale_log2, MODE, TILE, RAISE)
 
 
 @gluon.jit

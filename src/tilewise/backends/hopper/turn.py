@@ -15,8 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.primitives import count_tiles, key_blocks, matrix, read_ticket
-from tilewise.backends.hopper.works import locate
+from tilewise.backends.hopper.barriers import await_all
+from tilewise.backends.hopper.primitives import key_blocks, matrix
+from tilewise.backends.hopper.works import await_block, read_work
 
 TURNERS = gl.constexpr(2)  # warps that transpose; a third made nothing faster
 KEYS = gl.constexpr(32)  # what one warp turns at a time
@@ -60,30 +61,32 @@ def turn(raw, turned):
 
 
 @gluon.jit
-def turner(raw_ring, v_ring, tickets, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+def turner(raw_ring, v_ring, works, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """One warp of those that transpose v: every TURNERS-th block, out of a slot of its own.
 
     A barrier tells only odd phases of a slot from even ones, so whoever waits must know that the phase before is over.
-    So there are as many slots of raw as turners, and at least as many of v.
+    So there are as many slots of raw as turners, and a multiple of that of v: a slot of v is one turner's.
     """
     STAGES: gl.constexpr = TILE.stages
-    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
-    tile = gl.program_id(0)
+    THREADS: gl.constexpr = 128 * TILE.consumers + 32
+    gl.static_assert(STAGES % TURNERS == 0)
     n = 0
     end = 0
     it = INDEX
-    while tile < tiles:
-        work = locate(tile, pointers, sizes, MODE)
-        blocks = key_blocks(work, 64 * TILE.consumers, TILE.block_n, MODE)
+    block = await_block(works, 0)
+    while block >= 0:
+        work = read_work(works, n, block, sizes, MODE)
+        blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
         end += blocks.last - blocks.first
         while it < end:
             slot = it % STAGES
             mbarrier.wait(raw_ring.full.index(INDEX), (it // TURNERS) & 1)
-            mbarrier.wait(v_ring.empty.index(slot), ((it // STAGES) & 1) ^ 1)
+            if it >= STAGES:
+                await_all(TILE.values_barrier + slot, THREADS)
             turn(matrix(raw_ring.slots.index(INDEX)), v_ring.slots.index(slot))
             fence_async_shared()
             mbarrier.arrive(raw_ring.empty.index(INDEX), count=1)
             mbarrier.arrive(v_ring.full.index(slot), count=1)
             it += TURNERS
-        tile = read_ticket(tickets, n)
         n += 1
+        block = await_block(works, n)

@@ -1,0 +1,124 @@
+"""An fp8 tile's walk over its key blocks, last to first.
+
+A consumer does one thing after the other, scores, softmax, product with v, and keeps no more than out and one block in
+registers, so that three or four of them fit, which fill each other's gaps. The product with v falls in parts of 64
+channels, in the registers that the scores leave, and starts at zero: see ``forward_fp8.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.barriers import tell
+from tilewise.backends.hopper.primitives import matrix
+from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, times_rows
+from tilewise.backends.hopper.softmax_fp8 import block_softmax, new_state
+
+PART = gl.constexpr(64)  # channels
+
+
+@gluon.constexpr_function
+def product_layout(cols: int) -> Any:
+    """64 rows of a product of e4m3, over a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols, 32])
+
+
+@gluon.jit
+def slot_of(it, TILE: gl.constexpr):
+    """The slot of the ``it``-th block and the phase of its barrier; without a signed division."""
+    gl.static_assert(TILE.stages == 2 or TILE.stages == 4)
+    if TILE.stages == 4:
+        return it & 3, (it >> 2) & 1
+    else:
+        return it & 1, (it >> 1) & 1
+
+
+@gluon.jit
+def let_go(it, BARRIER: gl.constexpr, TILE: gl.constexpr):
+    """The ``it``-th block's k or v has been read."""
+    slot, _ = slot_of(it, TILE)
+    tell(BARRIER + slot, 128 * TILE.consumers + 32)
+
+
+@gluon.jit
+def scores(q, k_ring, it, TILE: gl.constexpr):
+    """q k^T of the ``it``-th block, started."""
+    BLOCK_N: gl.constexpr = TILE.block_n
+    slot, phase = slot_of(it, TILE)
+    mbarrier.wait(k_ring.full.index(slot), phase)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=product_layout(BLOCK_N))
+    k = matrix(k_ring.slots.index(slot))
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def part(p, v_ring, slot, INDEX: gl.constexpr):
+    """p v for PART channels of v, from zero, started."""
+    v = v_ring.slots.index(slot).slice(PART * INDEX, PART, 0).permute((1, 0))
+    zeros = gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
+    return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_product(o, p, rescale, v_ring, it, TILE: gl.constexpr):
+    """o * rescale + p v, two parts under way at a time."""
+    PARTS: gl.constexpr = TILE.parts
+    slot, phase = slot_of(it, TILE)
+    p = as_operand(as_words(p), gl.DotOperandLayout(0, product_layout(PART), 4))
+    mbarrier.wait(v_ring.full.index(slot), phase)
+    sums = ()
+    pv = part(p, v_ring, slot, 0)
+    for i in gl.static_range(PARTS - 1):
+        after = part(p, v_ring, slot, i + 1)
+        pv = warpgroup_mma_wait(1, deps=(pv,))
+        sums = sums + (times_rows(o[i], rescale) + pv,)  # type: ignore[assignment]
+        pv = after
+    pv = warpgroup_mma_wait(0, deps=(pv,))
+    let_go(it, TILE.values_barrier, TILE)
+    return sums + (times_rows(o[PARTS - 1], rescale) + pv,)
+
+
+@gluon.jit
+def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars,
+         PARTIAL: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The ``t``-th block of the tile, and the (it + t)-th of the rings."""
+    s = warpgroup_mma_wait(0, deps=(scores(q, k_ring, it + t, TILE),))
+    let_go(it + t, TILE.keys_barrier, TILE)
+    p, rescale, row_max, row_sum = block_softmax(
+        s, row_max, row_sum, row0, blocks.last - 1 - t, blocks, slope_log2, work, scalars, PARTIAL, MODE
+    )
+    return add_product(o, p, rescale, v_ring, it + t, TILE), row_max, row_sum
+
+
+@gluon.jit
+def walk(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, MODE: gl.constexpr, TILE: gl.constexpr):
+    """All blocks of a tile: unscaled out, a part after the other, and the softmax state."""
+    BLOCK_N: gl.constexpr = TILE.block_n
+    row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
+    row_sum = new_state(0.0, BLOCK_N, product_layout(BLOCK_N))
+    zeros = gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
+    o = (zeros,)
+    for _ in gl.static_range(TILE.parts - 1):
+        o = o + (zeros,)  # type: ignore[assignment]
+    o, row_max, row_sum = step(
+        0, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, True, MODE, TILE
+    )
+    first = 1
+    if MODE.upper and not MODE.lower:  # the partial blocks come first, and in a loop of their own
+        first = gl.maximum(blocks.last - blocks.full_last, 1)
+        for t in range(1, first):
+            o, row_max, row_sum = step(
+                t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, True, MODE, TILE
+            )
+    # with 256 channels the mask is there for its branch, over which the assembler does not spread the scores'
+    # registers: without it 26 registers of a step are spilled
+    PARTIAL: gl.constexpr = MODE.lower or TILE.parts == 4
+    for t in range(first, blocks.last - blocks.first):
+        o, row_max, row_sum = step(
+            t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, PARTIAL, MODE, TILE
+        )
+    return o, row_max, row_sum
