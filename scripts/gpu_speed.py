@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import hopper_profile
 from tilewise.bench import record, summary
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +58,35 @@ def every_row(rows: Sequence[Row]) -> list[str]:
     return _table(head, 3 * len(ours), lines)
 
 
+def cycles(rows: Sequence[Row]) -> list[str]:
+    """What the Hopper kernels do with their cycles, of a recorded profile."""
+    if not rows:
+        return []
+    units = {"tensor": "tensor", "mufu": "MUFU", "alu": "ALU", "fma": "FMA", "issue": "issue", "shared": "smem",
+             "l2": "L2", "dram": "DRAM"}  # fmt: skip
+    waits = [*hopper_profile.WAITS, hopper_profile.OTHER]
+    lines = [
+        [row["pass"], row["case"], *(f"{row[name]:.0f}" if row.get(name) is not None else "" for name in units),
+         f"{row['ghz']:.2f}", *(f"{row['consumers'][wait]:.0f}" for wait in waits)]
+        for row in sorted(rows, key=lambda row: row["pass"] != "forward")
+    ]  # fmt: skip
+    facts = rows[0]
+    return [
+        "## Where the cycles of the Hopper kernels go",
+        "",
+        "Read from the hardware's counters by `scripts/hopper_profile.py`, one launch of each main kernel. On the left",
+        "per cent of what a unit could do in the cycles of that launch: the tensor cores, special functions (MUFU),",
+        "the other arithmetic, the issue slots, the data path of shared memory, L2 and DRAM. In the middle the clock,",
+        "which the card lowers where its power limit asks for it. On the right what the consumers' warps were at when",
+        "they were sampled, in per cent of the samples: issuing or awaiting products, exponentials, row maxima, shared",
+        "memory, barriers, other instructions. Warps share the units: one's softmax runs under another's products.",
+        "",
+        *_table(["pass", "case", *units.values(), "GHz", *waits], len(units) + 1 + len(waits), lines),
+        f"{facts['device']}, driver {facts['driver']}, commit {facts['commit']}, {facts['date']}: "
+        "`python -m scripts.hopper_profile`",
+    ]
+
+
 def others(rows: Sequence[Row]) -> list[str]:
     """Packed sequences beside one length, host costs, the GPT layer, first calls."""
     lines = [
@@ -94,7 +124,7 @@ def short(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", *others(rows), origin(rows)])
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], profile: Sequence[Row] = ()) -> str:
     """docs/gpu_speed.md."""
     lines = [
         "# Speed on a GPU",
@@ -108,13 +138,19 @@ def page(rows: Sequence[Row]) -> str:
         *every_row(rows),
         *others(rows),
         origin(rows),
+        *(["", *cycles(profile)] if profile else []),
     ]
     return "\n".join(lines) + "\n"
 
 
+def recorded_profile() -> list[Row]:
+    """Its rows, if there are any."""
+    return record.read(hopper_profile.RECORD) if hopper_profile.RECORD.exists() else []
+
+
 def main() -> None:
     """Write docs/gpu_speed.md."""
-    PAGE.write_text(page(record.read(RECORD)), encoding="utf-8")
+    PAGE.write_text(page(record.read(RECORD), recorded_profile()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -87,6 +87,13 @@ def test_refuses_other_machines(facts: DeviceFacts, what: str) -> None:
     assert [reason.what for reason in BACKEND.supports(problem(), facts)] == [what]
 
 
+def test_a_full_forward_draws_one_key_head_after_the_other() -> None:
+    sizes = {"batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 16, "nheads_k": 4}
+    assert tiles.heads_in_flight(problem(**sizes)) == 4
+    assert tiles.heads_in_flight(problem(**sizes, causal="bottom_right")) == 4 * (32 << 20) // (1024 * 256 * 2)
+    assert tiles.heads_in_flight(problem(**(sizes | {"batch": 1}), causal="bottom_right")) == 16
+
+
 def test_deterministic_gradients_go_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """dq is summed in any order here; the Triton kernels have no atomics."""
     pytest.importorskip("triton")

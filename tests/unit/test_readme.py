@@ -30,7 +30,7 @@ def test_the_gpu_speed_is_what_was_recorded():
         return
     rows = readme.record.read(gpu_speed.RECORD)
     assert readme.block(TEXT, "gpu") == gpu_speed.short(rows).strip("\n")
-    assert gpu_speed.PAGE.read_text(encoding="utf-8") == gpu_speed.page(rows)
+    assert gpu_speed.PAGE.read_text(encoding="utf-8") == gpu_speed.page(rows, gpu_speed.recorded_profile())
 
 
 def test_a_recorded_gpu_run_becomes_a_page():
