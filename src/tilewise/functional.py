@@ -125,15 +125,13 @@ def attention(
     Sources: Dao et al. 2022 (FlashAttention), Dao 2023 (2), Shah et al. 2024 (3); Milakov and Gimelshein 2018 (online
     softmax); Press et al. 2022 (ALiBi).
     """
-    key = None
-    if (
+    plain = causal, softmax_scale, softcap, dropout_p, deterministic, backend
+    alone = window_size is OPEN and (
         segments is mask is bias is alibi_slopes is sink is dropout_seed is q_descale is k_descale is v_descale is None
-        and window_size is OPEN
-    ):
-        key = recall.key_of(q, k, v, causal, softmax_scale, softcap, dropout_p, deterministic, backend)
-        call = None if key is None else recall.CALLS.get(key)
-        if call is not None:
-            return call.run(q, k, v)
+    )
+    call = recall.recall(q, k, v, *plain) if alone else None
+    if call is not None:
+        return call.run(q, k, v)
     arguments = dense_arguments(
         q,
         k,
@@ -152,8 +150,8 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    if key is not None:
-        recall.keep(key, arguments)
+    if alone:
+        recall.keep(arguments, *plain)
     return _forward(arguments, q_descale, k_descale, v_descale)[0]
 
 

@@ -1,9 +1,10 @@
-"""A repeated call of the plainest kind: one look-up leads from its arguments to its plan, past what is already checked.
+"""A repeated call of the plainest kind: one look at its tensors leads to its plan, past what is already checked.
 
-A first call goes the long way, and what it found is kept under everything that the checks, the choice and the gradient
-depend on. Plainest means eager, q, k and v alone, whole (no window, no dropout), and no autocast, torch.func, forward
-mode or torch_dispatch mode around it. On a CPU a short call is worth it: each step of the long way also fetches its
-code and data anew, because the tensors have pushed them out of the caches.
+A first call goes the long way, and what it found is kept beside a guard on everything about the tensors that the checks
+and the choice depend on, torch's own: class, dtype, device, sizes, strides, requires_grad, and whether autocast,
+torch.func or a torch_dispatch mode is on. Plainest means eager, q, k and v alone, whole (no window, no dropout). On a
+CPU a short call is worth it: each step of the long way also fetches its code and data anew, because the tensors have
+pushed them out of the caches.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from tilewise import autograd, options
 from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs
 from tilewise.plan import Plan, find
 
+# None in a torch that was built without it: every call then takes the long way
+_GUARD: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 _ABSENT = (None,) * (TENSOR_COUNT - 3)
-_LIMIT = 4096
-
-Key = tuple[object, ...]
+_SHAPES = 8  # kept for the same options, the newest first
+_LIMIT = 512
 
 
 class Recalled(NamedTuple):
-    """The plan of a call, its plain values, and whether it is recorded for differentiation."""
+    """A guard on the tensors of a call, its plan, its plain values, and whether it is recorded for differentiation."""
 
+    guard: Any
     plan: Plan
     rest: tuple[Any, ...]
     recorded: bool
@@ -38,40 +41,40 @@ class Recalled(NamedTuple):
         return out.contiguous()
 
 
-CALLS: dict[Key, Recalled] = {}
+CALLS: dict[tuple[object, ...], tuple[Recalled, ...]] = {}
 
 
-def key_of(q: Any, k: Any, v: Any, *plain: Any) -> Key | None:
-    """What the call is kept under; None if it is not of the plainest kind.
-
-    ``plain``: the options that ``options.remembered`` takes.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-    ):
+def _key(plain: tuple[Any, ...]) -> tuple[object, ...] | None:
+    """Everything but the tensors; None where nothing may be remembered, or an option has an error of its own."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     try:
-        return (
-            (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-            (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            (q.__class__, k.__class__, v.__class__),
-            torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
-            torch.get_num_threads(),
-            options.default.backend,
-            options.remembered(*plain),
-        )
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None  # no tensors, none with strides, or a value with an error of its own: the long way says what
+        checked = options.remembered(*plain)
+    except (TypeError, ValueError):
+        return None
+    return checked, options.default.backend, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-def keep(key: Key, arguments: Arguments) -> None:
-    """Keep the call of checked arguments that ``key`` stands for, if it is one of ordinary tensors without dropout."""
-    if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p or not autograd.is_plain(arguments[:3]):
+def recall(q: Any, k: Any, v: Any, *plain: Any) -> Recalled | None:
+    """The call that this one repeats. ``plain``: the options that ``options.remembered`` takes."""
+    key = _key(plain)
+    if key is not None:
+        for call in CALLS.get(key, ()):
+            if call.guard(q, k, v):
+                return call
+    return None
+
+
+def keep(arguments: Arguments, *plain: Any) -> None:
+    """Keep a call of checked arguments, if it is one of ordinary tensors without dropout."""
+    key, tensors = _key(plain), arguments[:3]
+    if key is None or _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
         return
+    if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
+        return
+    plan = find(arguments, "forward")
+    guard = _GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if len(CALLS) >= _LIMIT:
         CALLS.clear()
-    CALLS[key] = Recalled(find(arguments, "forward"), arguments[TENSOR_COUNT:], bool(arguments.needs_grad))
+    call = Recalled(guard, plan, arguments[TENSOR_COUNT:], bool(arguments.needs_grad))
+    CALLS[key] = (call, *CALLS.get(key, ()))[:_SHAPES]
