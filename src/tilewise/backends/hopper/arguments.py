@@ -228,6 +228,8 @@ class BackwardTile(NamedTuple):
     stages: int  # of q, at most 2
     dout_stages: int
     registers: int
+    channels: int = 0  # of q and k that products sum over: the rest of block_d is padding
+    channels_v: int = 0
 
     @property
     def parts(self) -> int:

@@ -24,11 +24,11 @@ from tilewise.backends.hopper.backward_parts import (
     hand_over_dq,
     locate_keys,
     new_shared,
-    probabilities,
     producer,
     row_block,
     row_steps,
 )
+from tilewise.backends.hopper.backward_scores import probabilities, start_over_channels
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, await_ds, let_go, meet, tell_ds
 from tilewise.backends.hopper.primitives import (
     LOG2E,
@@ -75,7 +75,7 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
     zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-    s = warpgroup_mma(k.slice(INDEX * 64, 64, 0), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_over_channels(k.slice(INDEX * 64, 64, 0), q, zeros, True, TILE.channels)
     lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     if FIRST:
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -94,7 +94,7 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
         dq = warpgroup_mma_wait(0, deps=(dq,))
         hand_over_dq(dq, shared, i - 1, INDEX)
     minus_delta = gl.expand_dims(shared.delta.index(dout_slot).load(ROW), 0).broadcast_to([64, ROWS])
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    dp = start_over_channels(v, dout, minus_delta, False, TILE.channels_v)
     dv = warpgroup_mma(p, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     publish(ds_mine, (weight * dp).to(DTYPE))

@@ -1,4 +1,4 @@
-"""What the backward kernels share: where a key tile works, who fetches, who adds dq to memory, and p^T of a step."""
+"""What the backward kernels share: where a key tile works, who fetches, who adds dq to memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from tilewise.backends.hopper.primitives import (
     publish,
     read_ticket,
     rows_at,
-    tilt,
     tma_reduce_add,
 )
 
@@ -204,59 +203,6 @@ def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
     mbarrier.wait(shared.dq_added.index(INDEX), (i & 1) ^ 1)
     publish(shared.dq.index(INDEX), fragment_order(dq))
     tell(DQ_WRITTEN + INDEX, CONSUMER_AND_WARP)
-
-
-@gluon.jit
-def keep_band_transposed(x, keys, rows, work, OTHER: gl.constexpr, MODE: gl.constexpr):
-    """OTHER outside the band and past the last key; bounds are kept for the keys, of which a thread has two."""
-    begin = gl.where(keys < work.k.length, 0, 1 << 30)
-    if MODE.upper:
-        begin = gl.maximum(begin, keys - work.upper)
-    keep = rows >= begin
-    if MODE.lower:
-        keep = keep & (rows <= keys - work.lower)
-    return gl.where(keep, x, OTHER)
-
-
-@gluon.jit
-def capped_probabilities(s, shift, scalars):
-    """p = exp2(softcap tanh(scale s / softcap) + shift), and p tanh'(...), with tanh as in ``primitives.capped``.
-
-    One piece of PTX, so that the numbers on the way to a probability live for that one only.
-    """
-    step = gl.full([], scalars.softcap_in, gl.float32)
-    top = gl.full([], scalars.softcap_out, gl.float32)
-    return gl.inline_asm_elementwise(
-        """{ .reg .f32 r, x;
-        mul.f32 x, $2, $4; ex2.approx.ftz.f32 x, x; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 r, x;
-        add.f32 x, $3, $5; fma.rn.f32 x, r, $6, x; ex2.approx.ftz.f32 x, x;
-        neg.f32 $1, r; fma.rn.f32 r, $1, r, r; mul.f32 r, r, 0f40800000;
-        mul.f32 $1, r, x; mov.f32 $0, x; }""",
-        "=&f,=&f,f,f,f,f,f", [s, shift, step, top, -2 * top], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
-    """p^T of a step, and p^T times the derivative of the score by softmax_scale q k^T (1 without a cap)."""
-    lse = gl.expand_dims(lse, 0)
-    if MODE.softcap:
-        shift = -lse
-        if MODE.alibi:
-            shift = tilt(shift, rows, keys, work, slope_log2)
-        p, weight = capped_probabilities(s, shift, scalars)
-        if MASKED:
-            p = keep_band_transposed(p, keys, rows, work, 0.0, MODE)
-            weight = keep_band_transposed(weight, keys, rows, work, 0.0, MODE)
-        return p, weight
-    else:
-        x = s * scalars.scale_log2 - lse
-        if MODE.alibi:
-            x = tilt(x, rows, keys, work, slope_log2)
-        if MASKED:
-            x = keep_band_transposed(x, keys, rows, work, float("-inf"), MODE)
-        p = gl.exp2(x)
-        return p, p
 
 
 @gluon.jit

@@ -21,11 +21,11 @@ from tilewise.backends.hopper.backward_parts import (
     hand_over_dq,
     locate_keys,
     new_shared,
-    probabilities,
     producer,
     row_block,
     row_steps,
 )
+from tilewise.backends.hopper.backward_scores import power_below, probabilities, start_over_channels
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
 from tilewise.backends.hopper.primitives import LOG2E, count_tiles, matrix, new_tickets, publish, read_ticket, rows_at
 
@@ -61,12 +61,12 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
 
     mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
     zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_over_channels(k, q, zeros, True, TILE.channels)
     lse = shared.lse.index(slot).load(ROW)  # comes in under the product
     mbarrier.wait(shared.dout.full.index(0), i & 1)
     minus_delta = gl.expand_dims(shared.delta.index(0).load(ROW), 0).broadcast_to([64, ROWS])
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    dp = start_over_channels(v, dout, minus_delta, False, TILE.channels_v)
+    s = warpgroup_mma_wait(1 if power_below(TILE.channels_v) == TILE.channels_v else 2, deps=(s,))
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
     p, weight = probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED, MODE)

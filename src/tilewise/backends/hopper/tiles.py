@@ -113,7 +113,13 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
 
 def backward_tile(problem: Problem) -> BackwardTile:
     """The backward's tile."""
-    return _BACKWARD[block_of(max(problem.headdim, problem.headdim_v))]
+    tile = _BACKWARD[block_of(max(problem.headdim, problem.headdim_v))]
+    return tile._replace(channels=summed(problem.headdim), channels_v=summed(problem.headdim_v))
+
+
+def summed(dim: int) -> int:
+    """The channels that one product, or two of powers of two, sum over."""
+    return next(count for count in (64, 96, 128, 192, 256) if count >= dim)
 
 
 class Seen(NamedTuple):
