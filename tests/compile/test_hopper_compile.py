@@ -20,7 +20,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"causal": "bottom_right", "softcap": 30.0},
     "alibi_sink": {"causal": "bottom_right", "alibi_slopes": True, "sink": True},
     "ranges": {"causal": "bottom_right", "sink": True, "keys": 20000},
-    "long": {"causal": "bottom_right", "rows": 9000},
+    "long": {"causal": "bottom_right", "rows": 9000, "keys": 9000},
     "packed": {"causal": "bottom_right", "varlen": True},
     "everything": {
         "causal": "top_left",
@@ -34,7 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 QUICK = ("causal", "everything", "long")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {"window": 8, "alibi_sink": 16, "softcap": 110, "everything": 600}
-COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile
+# bytes that a forward may store and load around its loop, once a tile
+COLD_SPILLS = {"long": 192}
 DIMS = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (192, 192))
 
 
@@ -60,5 +61,5 @@ def test_machine_code(headdim: int, headdim_v: int, dtype: torch.dtype, name: st
         assert found.hot_spills <= HOT_SPILLS.get(name, 0), where
         kernel = wanted.kernel.__name__
         if kernel == "forward_kernel" and name != "everything":
-            assert found.spilled <= COLD_SPILLS, where
+            assert found.spilled <= COLD_SPILLS.get(name, 64), where
         assert (found.products > 0) == (kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel")), where

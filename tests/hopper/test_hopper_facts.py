@@ -193,17 +193,19 @@ def test_splits(changes: dict[str, Any], splits: int) -> None:
     [
         (64, 64, 300, (128, 64, 64)),
         (40, 64, 16384, (192, 64, 64)),
-        (72, 96, 300, (128, 96, 128)),
-        (96, 64, 300, (128, 128, 128)),
+        (72, 96, 300, (128, 96, 96)),
+        (96, 64, 300, (128, 96, 96)),
+        (96, 104, 300, (128, 96, 128)),
         (104, 8, 300, (128, 128, 128)),
         (192, 128, 300, (128, 192, 128)),
-        (136, 192, 300, (128, 192, 256)),
+        (136, 192, 300, (128, 192, 192)),
         (200, 128, 300, (128, 256, 128)),
-        (64, 256, 300, (128, 256, 256)),
+        (64, 256, 300, (128, 192, 256)),
     ],
 )
 def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[int, int, int]) -> None:
-    tile = tiles.forward_tile(problem(headdim=headdim, headdim_v=headdim_v, seqlen_q=rows))
+    tile = tiles.forward_tile(problem(headdim=headdim, headdim_v=headdim_v, seqlen_q=rows, seqlen_k=rows))
     assert (tile.block_m, tile.block_d, tile.block_dv) == expected
     assert tile.queries_barrier + tile.consumers <= 16  # named barriers of a CTA
     assert tile.parts * tile.part_d >= tile.block_d
+    assert tile.wide + tile.narrow == tile.block_dv <= tile.box_dv

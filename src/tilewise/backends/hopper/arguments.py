@@ -81,6 +81,7 @@ class ForwardTile(NamedTuple):
     q_in_registers: bool
     out_parts: int  # out leaves in so many goes, for want of shared memory
     lazy: bool  # the maximum follows only what outgrows it a lot, and a warp without such a row leaves out as it is
+    votes: bool = False  # lazy, and a warp without such a row does not even compare its threads' maxima
 
     @property
     def block_m(self) -> int:
@@ -111,6 +112,21 @@ class ForwardTile(NamedTuple):
     def part_d(self) -> int:
         """Channels of such a box."""
         return self.block_d if self.parts == 1 else 64
+
+    @property
+    def box_dv(self) -> int:
+        """Channels of the one box that v comes in: a power of two."""
+        return 1 << (self.block_dv - 1).bit_length()
+
+    @property
+    def wide(self) -> int:
+        """Columns of the accumulator, or of the larger of the two that three quarters of a power of two fall into."""
+        return self.block_dv if self.block_dv == self.box_dv else self.box_dv // 2
+
+    @property
+    def narrow(self) -> int:
+        """Columns of the smaller accumulator, if there is one."""
+        return self.block_dv - self.wide
 
 
 class Descale(NamedTuple):
@@ -213,6 +229,15 @@ class KeyBlocks(NamedTuple):
     full_first: Any
     full_last: Any
     last: Any
+
+
+class Rows(NamedTuple):
+    """The 64 query rows of a tile that one consumer works on, from ``row0`` on."""
+
+    work: Any
+    blocks: Any
+    row0: Any
+    slope_log2: Any
 
 
 class BackwardTile(NamedTuple):

@@ -32,6 +32,29 @@ def tell(barrier, threads):
 
 
 @gluon.jit
+def tell_if(condition, barrier, threads):
+    """The same if a condition holds that is one for all threads; no branch, over which no instruction would move."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred so; setp.ne.s32 so, $3, 0; @so bar.arrive $1, $2; mov.u32 $0, $1; }", "=r,r,r,r",
+        [gl.to_tensor(barrier), gl.to_tensor(threads), gl.to_tensor(condition).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pin(sums):
+    """The same sums, two in a thread and none negative.
+
+    The assembler moves a wait over arithmetic, but over no branch: here is one that needs the sums, and is never taken.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred on; setp.geu.f32 on, $2, 0f00000000; setp.geu.and.f32 on, $3, 0f00000000, on;"
+        " AGAIN: @on bra ON; nanosleep.u32 1; bra AGAIN; ON: mov.f32 $0, $2; mov.f32 $1, $3; }", "=f,=f,f,f", [sums],
+        dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def await_all(barrier, threads):
     """Arrive and wait for everyone else."""
     gl.inline_asm_elementwise(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tilewise.backends.hopper.arguments import Rows
 from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import (
     LOG2E,
@@ -16,43 +17,52 @@ from tilewise.backends.hopper.primitives import (
     publish,
     rows_at,
 )
-from tilewise.backends.hopper.rings import fill, new_slots
+from tilewise.backends.hopper.rings import fill, new_slots, place
 from tilewise.backends.hopper.softmax import finish_rows
-from tilewise.backends.hopper.walk import let_go_values, real_channels, start_product, walk
-from tilewise.backends.hopper.works import await_block, locate, new_works, publish_end, publish_work, read_work
+from tilewise.backends.hopper.walk import await_product, let_go_values, real_channels, start_product, walk
+from tilewise.backends.hopper.works import (
+    await_block,
+    new_works,
+    peek_work,
+    publish_tile,
+    read_work,
+)
 
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, sizes, MODE: gl.constexpr,
              TILE: gl.constexpr):
-    """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile."""
-    STAGES: gl.constexpr = TILE.stages
+    """Fetches the q and the k and v blocks, last block first, of every tile, and draws and announces the next one.
+
+    That takes a while, so it comes before the wait for the slot of the last v.
+    """
     BLOCK_M: gl.constexpr = TILE.block_m
-    PARTS: gl.constexpr = TILE.parts
     CONSUMERS: gl.constexpr = TILE.consumers
+    PARTS: gl.constexpr = TILE.parts
     THREADS: gl.constexpr = 128 * CONSUMERS + 32
     tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
+    publish_tile(works, 0, tile, tiles, pointers, sizes, MODE)
     n = 0
     it = 0
     while tile < tiles:
-        work = locate(tile, pointers, sizes, MODE)
-        publish_work(works, n, work, MODE)
+        work = peek_work(works, n, await_block(works, n), sizes, MODE)
         head_k = work.head // sizes.group
         blocks = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
         first_key = work.split * sizes.split_keys
         for c in gl.static_range(CONSUMERS):
             row = work.block * BLOCK_M + c * 64
             fill(q_ring, c, n, TILE.queries_barrier, 160, q_desc, work.q, work.head, row, MODE, PARTS)
+        n += 1
         for t in range(0, blocks.last - blocks.first):
             row = first_key + (blocks.last - 1 - t) * TILE.block_n
-            slot = it % STAGES
-            fill(k_ring, slot, it // STAGES, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, PARTS)
-            fill(v_ring, slot, it // STAGES, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
+            slot, count = place(it, TILE.stages)
+            fill(k_ring, slot, count, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, PARTS)
+            if t == blocks.last - blocks.first - 1:
+                tile = draw(pointers.ticket, tiles)
+                publish_tile(works, n, tile, tiles, pointers, sizes, MODE)
+            fill(v_ring, slot, count, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
             it += 1
-        tile = draw(pointers.ticket, tiles)
-        n += 1
-    publish_end(works, n)
 
 
 @gluon.jit
@@ -68,32 +78,45 @@ def halves(o):
 def copy_out(o, o_desc, o_smem, work, row0, MODE: gl.constexpr, COL: gl.constexpr):
     """Columns from COL on of 64 rows of out, once the copy before has left the shared memory."""
     tma.store_wait(0)
-    publish(matrix(o_smem), o.to(o_desc.dtype))
+    publish(matrix(o_smem).slice(0, o.shape[1], 1), o.to(o_desc.dtype))
     tma.async_copy_shared_to_global(o_desc, rows_at(work.q, work.head, row0, MODE, COL), o_smem)
+
+
+@gluon.jit
+def store_state(o, first, work, row0, COL: gl.constexpr, pointers, TILE: gl.constexpr):
+    """Columns from COL on of 64 rows of a state."""
+    rows = gl.expand_dims(row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)), 1)
+    cols = gl.expand_dims(gl.arange(COL, COL + o.shape[1], layout=gl.SliceLayout(0, o.type.layout)), 0)
+    at = pointers.outs + (first + rows) * TILE.box_dv + cols
+    gl.store(at, o, mask=(rows < work.q.length) & (cols >= 0))
+
+
+@gluon.jit
+def normalised(o, factor):
+    by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+    return gl.where(by_row == 0.0, 0.0, o * by_row)
 
 
 @gluon.jit
 def store_rows(o, lse, factor, o_desc, o_smem, pointers, work, row0, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
     """Writes 64 rows of out by TMA, or of a state directly, and of lse; rows past the sequence are not touched."""
-    COLS: gl.constexpr = TILE.block_dv // TILE.out_parts
     rows = row0 + gl.arange(0, 64, layout=lse.type.layout)
     if MODE.varlen:
         first = work.head.to(gl.int64) * sizes.rows + work.q.start
     else:
         first = ((work.split * sizes.batch + work.batch) * sizes.nheads + work.head).to(gl.int64) * sizes.rows
     gl.store(pointers.lse + first + rows, lse, mask=rows < work.q.length)
-    by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
-    o = gl.where(by_row == 0.0, 0.0, o * by_row)
+    o = [normalised(part, factor) for part in o]
+    if not MODE.split and TILE.out_parts == 2 and TILE.narrow == 0:
+        o = halves(o[0])
+    PIECES: gl.constexpr = len(o)
+    WIDTH: gl.constexpr = TILE.box_dv // TILE.out_parts
     if MODE.split:
-        here = gl.expand_dims(row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)), 1)
-        cols = gl.expand_dims(gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, o.type.layout)), 0)
-        gl.store(pointers.outs + (first + here) * o.shape[1] + cols, o, mask=(here < work.q.length) & (cols >= 0))
-    elif TILE.out_parts == 1:
-        copy_out(o, o_desc, o_smem, work, row0, MODE, 0)
+        for i in gl.static_range(PIECES):
+            store_state(o[i], first, work, row0, i * TILE.wide, pointers, TILE)
     else:
-        low, high = halves(o)
-        copy_out(low, o_desc, o_smem, work, row0, MODE, 0)
-        copy_out(high, o_desc, o_smem, work, row0, MODE, COLS)
+        for i in gl.static_range(PIECES):
+            copy_out(o[i], o_desc, o_smem, work, row0, MODE, i * WIDTH)
 
 
 @gluon.jit
@@ -113,48 +136,60 @@ def parts_of_q(slots, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Rows [64 INDEX, 64 INDEX + 64) of a tile."""
+    slope_log2 = 0.0
+    if MODE.alibi:
+        slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
+    blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
+    return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
+
+
+@gluon.jit
+def sink_of(work, pointers, sizes, MODE: gl.constexpr):
+    """The sink of a tile's rows in units of log2, counted once."""
+    sink_log2 = 0.0
+    if MODE.sink:
+        sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
+        if MODE.split:
+            sink_log2 = gl.where(work.split == 0, sink_log2, float("-inf"))
+    return sink_log2
+
+
+@gluon.jit
+def take_q(q_ring, n, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """q of the ``n``-th tile; if there is room in registers, and then its shared memory is free at once."""
+    mbarrier.wait(q_ring.full.index(INDEX), n & 1)
+    q = parts_of_q(q_ring.slots, INDEX, TILE)
+    if TILE.q_in_registers:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_n, 16])
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+        q = [part.load(OPERAND) for part in q]
+        fence_async_shared()
+        tell(TILE.queries_barrier + INDEX, 160)
+    return q
+
+
+@gluon.jit
 def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.constexpr,
              MODE: gl.constexpr, TILE: gl.constexpr):
     """Online softmax of rows [64 INDEX, 64 INDEX + 64) of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
-    BLOCK_N: gl.constexpr = TILE.block_n
-    BLOCK_DV: gl.constexpr = TILE.block_dv
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     n = 0
     it = 0
     block = await_block(works, 0)
     while block >= 0:
         work = read_work(works, n, block, sizes, MODE)
-        blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
-        row0 = (work.block * TILE.consumers + INDEX) * 64
-        slope_log2 = 0.0
-        sink_log2 = 0.0
-        if MODE.alibi:
-            slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
-        if MODE.sink:
-            sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
-            if MODE.split:  # counted once
-                sink_log2 = gl.where(work.split == 0, sink_log2, float("-inf"))
-
-        mbarrier.wait(q_ring.full.index(INDEX), n & 1)
-        if TILE.q_in_registers:
-            q = (matrix(q_ring.slots.index(INDEX)).load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
-            fence_async_shared()
-            tell(TILE.queries_barrier + INDEX, 160)
-        else:
-            q = parts_of_q(q_ring.slots, INDEX, TILE)
-        count = blocks.last - blocks.first
-        o, p, row_max, row_sum = walk(count, it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, DTYPE,
-                                      S_LAYOUT, O_LAYOUT, MODE, TILE)
-        it += count
+        rows = rows_of(work, pointers, sizes, INDEX, MODE, TILE)
+        sink_log2 = sink_of(work, pointers, sizes, MODE)
+        q = take_q(q_ring, n, INDEX, TILE)
+        p, o, row_max, row_sum = walk(it, q, k_ring, v_ring, rows, scalars, DTYPE, INDEX, MODE, TILE)
+        it += rows.blocks.last - rows.blocks.first
         o = start_product(p, v_ring, it - 1, o, TILE)
-        if not TILE.q_in_registers:
-            tell(TILE.queries_barrier + INDEX, 160)
         lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = await_product(o, TILE)
         let_go_values(it - 1, TILE)
-        store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, row0, sizes, MODE, TILE)
+        store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1
         block = await_block(works, n)
     tma.store_wait(0)

@@ -140,7 +140,7 @@ class ForwardPlan:
         processors = multiprocessors(inputs.q.get_device())
         splits = tiles.key_splits(problem, tile, processors)
         mode = tiles.mode_of(problem)._replace(split=splits > 1)
-        self.merge = Merge(problem, tile.block_dv, splits) if splits > 1 else None
+        self.merge = Merge(problem, tile.box_dv, splits) if splits > 1 else None
         self.scalars = tiles.scalars_of(problem)
         rows = (problem.total_q,) if varlen else (problem.batch, problem.seqlen_q)
         self.out_shape = (*rows, problem.nheads, problem.headdim_v)
@@ -155,8 +155,8 @@ class ForwardPlan:
         self.maps = (
             make(inputs.q, 64, tile.part_d),
             make(k, tile.block_n, tile.part_d),
-            make(v, tile.block_n, tile.block_dv),
-            make(meta_tensor(self.out_shape, problem.dtype), 64, tile.block_dv // tile.out_parts),
+            make(v, tile.block_n, tile.box_dv),
+            make(meta_tensor(self.out_shape, problem.dtype), 64, tile.box_dv // tile.out_parts),
         )
         self.table = None
         if varlen:

@@ -22,6 +22,14 @@ def new_slots(desc, STAGES: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def place(it, STAGES: gl.constexpr):
+    """Slot of the ``it``-th tile of a ring, and how often it has been filled before."""
+    LOG: gl.constexpr = STAGES.bit_length() - 1
+    gl.static_assert(STAGES == 1 << LOG, "a signed division takes a dozen instructions")
+    return it & (STAGES - 1), it >> LOG
+
+
+@gluon.jit
 def fill(ring, slot, count, number, threads, desc, span, head, row, MODE: gl.constexpr, PARTS: gl.constexpr):
     """Rows from ``row`` on, all PARTS of their channels, into ``slot`` for the ``count``-th time (from 0)."""
     if count > 0:

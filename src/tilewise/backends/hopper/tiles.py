@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from operator import ge
 from typing import NamedTuple
 
 from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
 from tilewise.descale import FP8
-from tilewise.masks import band
+from tilewise.masks import band, kept_pairs
 from tilewise.problem import Problem
 
 LOG2E = math.log2(math.e)
@@ -23,21 +24,23 @@ _FORWARD = {
     (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False),
     # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
     (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
+    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=False),
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
     # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
     (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True),
     # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
     (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
     # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
     (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
 }
-# the softmax takes as long as the products: a third warpgroup fills the gaps, +14 % full and +9 % causal at 16384
-_LONG_64 = ForwardTile(128, 64, 64, 2, 3, 160, q_in_registers=False, out_parts=1, lazy=False)
-LONG = 8192  # query rows; between what was measured
-# as many warpgroups as registers allow: each does one thing after the other, and they fill each other's gaps
+# the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
+# maxima: +5 % full and +6 % causal at 16384; against two warpgroups +11 % full and -2 % causal at 4096
+_LONG_64 = ForwardTile(128, 64, 64, 4, 3, 160, q_in_registers=False, out_parts=1, lazy=True, votes=True)
+LONG = 3072  # kept keys of a query; between what was measured
 _FP8 = {
     (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
@@ -47,6 +50,7 @@ _FP8 = {
 }
 # +6 % full and +9 % causal at 16384; a mask at both ends or slopes would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 4, 4, 112, 24)
+FP8_LONG = 8192  # query rows; between what was measured
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
     # before the exponentials, dk from registers and nothing across steps (-13 %), p rounded before ds to make room for
@@ -88,16 +92,19 @@ def block_of(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
+def keys_of_query(problem: Problem) -> float:
+    """Keys that a query sees, on average; 0 for short or packed sequences, whose last tiles are not full."""
+    if problem.varlen or problem.seqlen_q < 4096:
+        return 0
+    return kept_pairs(band(problem), problem.seqlen_q, problem.seqlen_k) / problem.seqlen_q
+
+
 def forward_tile(problem: Problem) -> ForwardTile:
-    """The forward's tile; pairs of head dimensions without a row of their own take the next larger square one."""
-    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
-    if block_d == block_dv == 64 and problem.seqlen_q >= LONG and not problem.softcap:  # a cap takes more registers
+    """The forward's tile: of those that hold the head dimensions the one with the smallest products."""
+    dims = problem.headdim, problem.headdim_v
+    if max(dims) <= 64 and keys_of_query(problem) >= LONG and not problem.softcap:  # a cap takes more registers
         return _LONG_64
-    side = max(block_d, block_dv)
-    three_quarters = block_d * 3 // 4
-    if problem.headdim <= three_quarters and (three_quarters, block_dv) in _FORWARD:
-        return _FORWARD[three_quarters, block_dv]
-    return _FORWARD.get((block_d, block_dv)) or _FORWARD[side, side]
+    return _FORWARD[min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)]
 
 
 def fp8_tile(problem: Problem) -> Fp8Tile:
@@ -106,7 +113,7 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
     side = max(block_d, block_dv)
     tile = _FP8.get((block_d, block_dv)) or _FP8[side, side]
     plain = not (problem.softcap or problem.alibi or problem.window_left is not None)
-    if side == 64 and problem.seqlen_q >= LONG and plain:
+    if side == 64 and problem.seqlen_q >= FP8_LONG and plain:
         tile = _FP8_LONG_64
     return tile._replace(columns=problem.headdim_v)
 

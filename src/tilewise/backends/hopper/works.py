@@ -110,6 +110,15 @@ def publish_end(works, n):
 
 
 @gluon.jit
+def publish_tile(works, n, tile, tiles, pointers, sizes, MODE: gl.constexpr):
+    """Producer: the ``n``-th tile of this CTA, or that there is none."""
+    if tile < tiles:
+        publish_work(works, n, locate(tile, pointers, sizes, MODE), MODE)
+    else:
+        publish_end(works, n)
+
+
+@gluon.jit
 def await_block(works, n):
     """Consumer: the query block of the ``n``-th tile, or -1 if there is none."""
     slot = n % TICKETS
@@ -120,8 +129,15 @@ def await_block(works, n):
 @gluon.jit
 def read_work(works, n, block, sizes, MODE: gl.constexpr):
     """Consumer: the rest of the ``n``-th tile."""
-    slot = n % TICKETS
-    first = slot * FIELDS
+    work = peek_work(works, n, block, sizes, MODE)
+    mbarrier.arrive(works.empty.index(n % TICKETS), count=1)
+    return work
+
+
+@gluon.jit
+def peek_work(works, n, block, sizes, MODE: gl.constexpr):
+    """The same, and it stays in the ring."""
+    first = n % TICKETS * FIELDS
     head = take(works, first + 1)
     batch = take(works, first + 2)
     if MODE.varlen:
@@ -134,5 +150,4 @@ def read_work(works, n, block, sizes, MODE: gl.constexpr):
         if MODE.split:
             split = take(works, first + 3)
         work = dense_tile(block, head, batch, split, sizes, MODE)
-    mbarrier.arrive(works.empty.index(slot), count=1)
     return work
