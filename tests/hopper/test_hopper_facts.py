@@ -9,6 +9,7 @@ import torch
 
 from tilewise.backends.hopper import BACKEND, tiles
 from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
+from tilewise.descale import FP8
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.choose import choose_among
 from tilewise.inputs import Inputs
@@ -209,3 +210,30 @@ def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[
     assert tile.queries_barrier + tile.consumers <= 16  # named barriers of a CTA
     assert tile.parts * tile.part_d >= tile.block_d
     assert tile.wide + tile.narrow == tile.block_dv <= tile.box_dv
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"headdim": 64, "headdim_v": 64}, 192),
+        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000}, 256),
+        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "alibi": True}, 192),
+        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "window_left": 5}, 192),
+        ({}, 192),
+        ({"headdim": 256, "headdim_v": 256}, 128),
+        ({"headdim": 192}, 192),
+    ],
+)
+def test_fp8_tiles(changes: dict[str, Any], rows: int) -> None:
+    """Registers and named barriers are enough for the warpgroups of every tile, and a slot of v is one turner's."""
+    tile = tiles.fp8_tile(problem(dtype=FP8, **changes))
+    assert tile.block_m == rows
+    assert tile.values_barrier + tile.stages <= 16
+    assert tile.stages in (2, 4)
+    others = 128 * ((tile.consumers - 1) * tile.registers + tile.small_registers)
+    assert others + 128 * tile.registers <= 65536
+
+
+def test_descales_of_blocks_are_refused_with_the_reason() -> None:
+    reasons = BACKEND.supports(problem(dtype=FP8, descales=("k",), block_descales=("k",)), H200)
+    assert [reason.what for reason in reasons] == ["descale"]

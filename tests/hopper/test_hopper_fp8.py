@@ -26,6 +26,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
     "mqa top left": ((1, 4, 1, 1000, 700, 64, 64), {"causal": "top_left"}, True),
     "window, negative scale": ((1, 4, 2, 777, 1500, 128, 128), {"window_size": (100, 20), "softmax_scale": -0.1}, True),
     "causal window": ((1, 4, 2, 300, 700, 256, 256), BR | {"window_size": (150, 0)}, True),
+    "four warpgroups": ((1, 2, 1, 8200, 1000, 64, 64), {}, True),
+    "four warpgroups, causal": ((1, 2, 1, 8200, 8300, 64, 64), BR, False),
     "96, softcap": ((1, 4, 4, 500, 500, 96, 96), BR | {"softcap": 5.0}, True),
     "192 and 128": ((1, 4, 4, 700, 700, 192, 128), BR, True),
     "256": ((1, 4, 4, 300, 513, 256, 256), {}, False),
@@ -103,6 +105,21 @@ def test_long_sums_keep_their_tail(headdim: int) -> None:
         ones = torch.ones_like(k.float()).to(FP8)
         out, _ = attention_with_lse(q, k, ones, backend="hopper")
         assert (out.float() - 1).abs().mean() < 3e-3, length
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_maxima_that_creep_and_jump(headdim: int) -> None:
+    """Blocks are walked last to first: scores that grow by less than the maximum may lag, by more, and by far more."""
+    q, k, v = tensors((1, 2, 2, 128, 1920, headdim, headdim))
+    k = torch.zeros_like(k.float())
+    steps = torch.tensor([0.0, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 6.0, 12.0, 12.0, 13.0])
+    k[..., 0] = steps.flip(0).repeat_interleave(128)[None, :, None].to(k.device)
+    q = (q.float() * 0.5).to(FP8)
+    k = (k + 0.25 * torch.randn_like(k)).to(FP8)
+    out, lse = attention_with_lse(q, k, v, softmax_scale=1.0, backend="hopper")
+    exact, exact_lse = expected(q, k, v, {}, softmax_scale=1.0)
+    assert relative(out, exact) < 0.05
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, atol=6e-3, rtol=1e-3)
 
 
 def test_packed_equals_dense() -> None:
