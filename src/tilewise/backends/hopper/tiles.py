@@ -51,6 +51,12 @@ _FP8 = {
 # +6 % full and +9 % causal at 16384; a mask at both ends or slopes would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 4, 4, 112, 24)
 FP8_LONG = 8192  # query rows; between what was measured
+# slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
+_FP8_SLOPES = {
+    (64, 64): Fp8Tile(128, 64, 64, 4, 2, 240, 24),
+    (128, 128): Fp8Tile(128, 128, 128, 4, 2, 240, 24),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 240, 24),
+}
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
     # before the exponentials, dk from registers and nothing across steps (-13 %), p rounded before ds to make room for
@@ -111,10 +117,13 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
     """The fp8 forward's tile."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     side = max(block_d, block_dv)
-    tile = _FP8.get((block_d, block_dv)) or _FP8[side, side]
+    sides = (block_d, block_dv) if (block_d, block_dv) in _FP8 else (side, side)
+    tile = _FP8[sides]
     plain = not (problem.softcap or problem.alibi or problem.window_left is not None)
     if side == 64 and problem.seqlen_q >= FP8_LONG and plain:
         tile = _FP8_LONG_64
+    elif problem.alibi:
+        tile = _FP8_SLOPES.get(sides, tile)
     return tile._replace(columns=problem.headdim_v)
 
 
