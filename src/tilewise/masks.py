@@ -102,16 +102,19 @@ def kept_pairs(limits: Band, seqlen_q: int, seqlen_k: int) -> int:
 def count_tiles(limits: Band, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> TileCounts:
     """Full, partial and skipped tiles of one score matrix under the band, tile (block_m, block_n)."""
     blocks_n = -(-seqlen_k // block_n)
+    if limits.lower is None and limits.upper is None:
+        return TileCounts(-(-seqlen_q // block_m) * blocks_n, 0, 0)
     full = partial = skipped = 0
     for start_q in range(0, seqlen_q, block_m):
         stop_q = min(start_q + block_m, seqlen_q)
         first, last = key_range(limits, start_q, stop_q, seqlen_k)
-        touched = range(first // block_n, -(-last // block_n)) if last else range(0)
-        skipped += blocks_n - len(touched)
-        for n_block in touched:
-            start_k = n_block * block_n
-            if tile_is_full(limits, start_q, stop_q, start_k, min(start_k + block_n, seqlen_k)):
-                full += 1
-            else:
-                partial += 1
+        begin, end = (first // block_n, -(-last // block_n)) if last else (0, 0)
+        # blocks that every query of the tile sees whole: no key before, none after, by ``tile_is_full``
+        first_full = begin if limits.lower is None else -(-(stop_q - 1 + limits.lower) // block_n)
+        reach = seqlen_k if limits.upper is None else start_q + limits.upper + 1
+        last_full = end if reach >= seqlen_k else reach // block_n
+        whole = max(0, min(end, last_full) - max(begin, first_full))
+        full += whole
+        partial += end - begin - whole
+        skipped += blocks_n - (end - begin)
     return TileCounts(full, partial, skipped)
