@@ -217,7 +217,9 @@ def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[
     [
         ({"headdim": 64, "headdim_v": 64}, 192),
         ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000}, 256),
-        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "alibi": True}, 192),
+        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "alibi": True}, 128),
+        ({"alibi": True}, 128),
+        ({"headdim": 192, "alibi": True}, 128),
         ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "window_left": 5}, 192),
         ({}, 192),
         ({"headdim": 256, "headdim_v": 256}, 128),
