@@ -126,7 +126,7 @@ def attention(
     softmax); Press et al. 2022 (ALiBi).
     """
     plain = causal, softmax_scale, softcap, dropout_p, deterministic, backend
-    alone = window_size is OPEN and (
+    alone = (window_size is OPEN or (isinstance(window_size, tuple) and window_size == OPEN)) and (
         segments is mask is bias is alibi_slopes is sink is dropout_seed is q_descale is k_descale is v_descale is None
     )
     call = recall.recall(q, k, v, *plain) if alone else None

@@ -97,6 +97,10 @@ def test_gradients_and_their_absence_are_different_calls() -> None:
     assert _kept() == 3
 
 
+def test_an_open_window_is_none() -> None:
+    _twice(_tensors(), window_size=(None, None))
+
+
 def test_another_layout_is_another_call() -> None:
     tensors = _tensors()
     _twice(tensors)
