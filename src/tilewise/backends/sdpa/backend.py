@@ -186,10 +186,10 @@ def _backward(
         q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
         rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
     limit = _LSE_LIMIT[problem.dtype]
-    largest = float(torch.linalg.vector_norm(rows.lse, torch.inf))
+    largest = _largest(rows.lse)
     if largest == torch.inf:
         rows = kernel.without_empty(rows)
-        largest = float(torch.linalg.vector_norm(rows.lse, torch.inf))
+        largest = _largest(rows.lse)
     if largest > limit and _is_asked_for(rows, limit):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
@@ -207,6 +207,11 @@ def _backward(
         dq[:, :, row:] += grads[0]
         dk[:, :, keys], dv[:, :, keys] = grads[1], grads[2]
     return _named(problem, dq, dk, dv)
+
+
+def _largest(lse: torch.Tensor) -> float:
+    """|lse| at most; two plain reductions take a third of the time of a norm where little else is in the caches."""
+    return max(float(lse.max()), -float(lse.min()))
 
 
 def _is_asked_for(rows: Rows, limit: float) -> bool:
