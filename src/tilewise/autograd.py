@@ -25,7 +25,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from tilewise import ops
-from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs, check_tensors, inputs_of
+from tilewise.inputs import TENSOR_COUNT, Arguments, check_tensors, inputs_of
 from tilewise.plan import Plan, find
 from tilewise.problem import GRAD_NAMES
 
@@ -33,7 +33,6 @@ Grad = torch.Tensor | None
 _SLOTS = tuple(Arguments._fields.index(name) for name in GRAD_NAMES)
 _SLOT = dict(zip(GRAD_NAMES, _SLOTS, strict=True))
 _COUNT = len(GRAD_NAMES)
-ABSENT = (None,) * (TENSOR_COUNT - 3)  # the tensors beside q, k and v of a plain call
 _NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -136,8 +135,8 @@ class Forward(torch.autograd.Function):
         # saved tensors can be packed away and come back in another layout, for which the plan was not made
         as_before = ctx.plan is not None and ctx.strides == [tensor.stride() for tensor in tensors[:3]]
         if as_before and not torch.is_grad_enabled() and is_plain((dout, dlse, *tensors)):
-            plan = ctx.plan.derivative("backward", tuple(tensors), rest)
-            results = ops.run_backward(plan, Arguments._make((*tensors, *rest)), dout, dlse, out, lse)
+            arguments = Arguments._make((*tensors, *rest))
+            results = ops.run_backward(ctx.plan.derivative("backward", arguments), arguments, dout, dlse, out, lse)
         else:
             results = backward((dout, dlse, out, lse, *tensors), rest)
         return tuple(_spread(names, results, 0, 2))
@@ -147,36 +146,6 @@ class Forward(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         six = [tangents[slot] for slot in _SLOTS]
         return torch.ops.tilewise.jvp.default(*six, out, lse, *tensors, *ctx.rest)
-
-
-class RecalledForward(torch.autograd.Function):
-    """F of q, k and v alone: (q, k, v, plan, rest) to out, for a call that repeats one. It carries nothing absent."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rest: tuple[Any, ...]) -> Any:
-        out, lse = plan.backend.forward(plan.problem, Inputs(q, k, v))
-        out = out.contiguous()
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.call = plan, rest, (q.stride(), k.stride(), v.stride())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        dout = grads[0]
-        if dout is None:
-            return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, rest, strides = ctx.call
-        names = tuple(name for name, needed in zip("qkv", ctx.needs_input_grad, strict=False) if needed)
-        # saved tensors can be packed away and come back in another layout, for which the plan was not made
-        as_before = strides == (q.stride(), k.stride(), v.stride())
-        if as_before and not torch.is_grad_enabled() and is_plain((dout, q, k, v)):
-            results = ops.run_backward_of_three(plan, (q, k, v), _asking(rest, names), dout, out, lse)
-        else:
-            results = backward((dout, None, out, lse, q, k, v, *ABSENT), _asking(rest, names))
-        named = dict(zip(names, results, strict=True))
-        return named.get("q"), named.get("k"), named.get("v"), None, None
 
 
 class Backward(torch.autograd.Function):
@@ -361,14 +330,6 @@ def record(plan: Plan, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor
     """(out, lse) of ordinary eager tensors by a plan that is at hand, recorded for differentiation."""
     out, lse = _apply(Forward, *arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:], plan)
     return out, lse
-
-
-def record_recalled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rest: tuple[Any, ...]
-) -> torch.Tensor:
-    """out of q, k and v alone by a plan that is at hand, recorded for differentiation."""
-    out: torch.Tensor = _apply(RecalledForward, q, k, v, plan, rest)
-    return out
 
 
 def backward(tensors: Sequence[Any], rest: Sequence[Any]) -> Any:

@@ -107,13 +107,10 @@ def _as_given(grads: Gradients, names: tuple[str, ...], arguments: Arguments) ->
         grad = grads[name]
         if grad.shape != like.shape:
             grad = grad.reshape(like.shape) if name == "bias" else grad.sum_to_size(like.shape)
-        result.append(_like(grad, like))
+        if grad.dtype != like.dtype:
+            grad = grad.to(like.dtype)
+        result.append(grad.contiguous())
     return result
-
-
-def _like(grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient in its tensor's dtype, contiguous."""
-    return (grad if grad.dtype == tensor.dtype else grad.to(tensor.dtype)).contiguous()
 
 
 def _counted(dlse: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -140,24 +137,6 @@ def run_backward(
     dlse = None if dlse is None else _counted(dlse, lse)
     grads = plan.backend.backward(plan.problem, inputs, out, lse, dout, dlse)
     return _as_given(grads, plan.problem.needs_grad, arguments)
-
-
-def run_backward_of_three(
-    plan: Plan,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rest: tuple[Any, ...],
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> list[torch.Tensor]:
-    """``run_backward`` by the plan of a forward of q, k and v alone, through out alone."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():
-            return run_backward_of_three(plan, tensors, rest, dout, out, lse)
-    plan = plan.derivative("backward", tensors, rest)
-    grads = plan.backend.backward(plan.problem, Inputs(*tensors), out, lse, dout, None)
-    like = dict(zip("qkv", tensors, strict=True))
-    return [_like(grads[name], like[name]) for name in plan.problem.needs_grad]
 
 
 def _named_tangents(tangents: tuple[Optional, ...], problem: Problem) -> Gradients:

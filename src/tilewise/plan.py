@@ -9,12 +9,11 @@ import torch
 from tilewise.device import device_facts
 from tilewise.dispatch import registry
 from tilewise.dispatch.choose import choose, choose_derivative
-from tilewise.inputs import TENSOR_COUNT, Arguments, facts_key, problem_of
+from tilewise.inputs import Arguments, facts_key, problem_of
 from tilewise.problem import Problem
 
 _PLANS: dict[object, Plan] = {}
 _LIMIT = 4096
-_NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 
 
 class Plan:
@@ -27,13 +26,12 @@ class Plan:
         self.backend = backend
         self._derivatives: dict[object, Plan] = {}
 
-    def derivative(self, derivative: str, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> Plan:
-        """The plan of a derivative by what ``rest`` asks for; tensors (absent ones may be left out) are this plan's."""
-        key = derivative, rest[_NEEDS], torch.get_num_threads()
+    def derivative(self, derivative: str, arguments: Arguments) -> Plan:
+        """The plan of a derivative by ``arguments.needs_grad``; otherwise they are the arguments of this plan."""
+        key = derivative, arguments.needs_grad, torch.get_num_threads()
         plan = self._derivatives.get(key)
         if plan is None:
-            absent = (None,) * (TENSOR_COUNT - len(tensors))
-            plan = self._derivatives[key] = find(Arguments._make((*tensors, *absent, *rest)), derivative)
+            plan = self._derivatives[key] = find(arguments, derivative)
         return plan
 
 

@@ -20,6 +20,7 @@ from tilewise.plan import Plan, find
 
 # None in a torch that was built without it: every call then takes the long way
 _GUARD: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_ABSENT = (None,) * (TENSOR_COUNT - 3)
 _SHAPES = 8  # kept for the same options, the newest first
 _LIMIT = 512
 
@@ -35,7 +36,7 @@ class Recalled(NamedTuple):
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """out."""
         if self.recorded:
-            return autograd.record_recalled(q, k, v, self.plan, self.rest)
+            return autograd.record(self.plan, Arguments._make((q, k, v, *_ABSENT, *self.rest)))[0]
         out: torch.Tensor = self.plan.backend.forward(self.plan.problem, Inputs(q, k, v))[0]
         return out.contiguous()
 
@@ -69,7 +70,7 @@ def keep(arguments: Arguments, *plain: Any) -> None:
     key, tensors = _key(plain), arguments[:3]
     if key is None or _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
         return
-    if arguments[3:TENSOR_COUNT] != autograd.ABSENT or arguments.dropout_p:
+    if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
         return
     plan = find(arguments, "forward")
     guard = _GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
