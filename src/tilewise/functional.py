@@ -125,11 +125,11 @@ def attention(
     Sources: Dao et al. 2022 (FlashAttention), Dao 2023 (2), Shah et al. 2024 (3); Milakov and Gimelshein 2018 (online
     softmax); Press et al. 2022 (ALiBi).
     """
-    plain = causal, softmax_scale, softcap, dropout_p, deterministic, backend
     alone = (window_size is OPEN or (isinstance(window_size, tuple) and window_size == OPEN)) and (
         segments is mask is bias is alibi_slopes is sink is dropout_seed is q_descale is k_descale is v_descale is None
     )
-    call = recall.recall(q, k, v, *plain) if alone else None
+    key = recall.key_of(causal, softmax_scale, softcap, dropout_p, deterministic, backend) if alone else None
+    call = None if key is None else recall.recall(key, q, k, v)
     if call is not None:
         return call.run(q, k, v)
     arguments = dense_arguments(
@@ -150,8 +150,9 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    if alone:
-        recall.keep(arguments, *plain)
+    call = None if key is None else recall.keep(key, arguments)
+    if call is not None:
+        return call.run(q, k, v)
     return _forward(arguments, q_descale, k_descale, v_descale)[0]
 
 

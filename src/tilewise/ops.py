@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.library import Library
@@ -43,17 +43,19 @@ _NEEDS = Arguments._fields.index("needs_grad")
 
 State = tuple[torch.Tensor, torch.Tensor]
 Optional = torch.Tensor | None
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
-def _beyond_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+def _beyond_autocast(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """``function`` with autocast off: it has cast the inputs, and must not round the state to half again."""
 
     @functools.wraps(function)
-    def run(*flat: Any) -> Any:
+    def run(*given: _Given.args, **named: _Given.kwargs) -> _Result:
         if not torch._C._is_any_autocast_enabled():
-            return function(*flat)
+            return function(*given, **named)
         with torch._C._DisableAutocast():
-            return function(*flat)
+            return function(*given, **named)
 
     return run
 
@@ -69,11 +71,9 @@ def forward(arguments: Arguments) -> State:
     return run_forward(plan, inputs_of(arguments, plan.problem))
 
 
+@_beyond_autocast
 def run_forward(plan: Plan, inputs: Inputs) -> State:
     """``forward`` by a plan that is at hand."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():
-            return run_forward(plan, inputs)
     out, lse = plan.backend.forward(plan.problem, inputs)
     return out.contiguous(), lse
 
@@ -126,13 +126,11 @@ def backward(
     return run_backward(find(arguments, "backward"), arguments, dout, dlse, out, lse)
 
 
+@_beyond_autocast
 def run_backward(
     plan: Plan, arguments: Arguments, dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Tensor
 ) -> list[torch.Tensor]:
     """``backward`` by a plan that is at hand."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():
-            return run_backward(plan, arguments, dout, dlse, out, lse)
     inputs = inputs_of(arguments, plan.problem)
     dlse = None if dlse is None else _counted(dlse, lse)
     grads = plan.backend.backward(plan.problem, inputs, out, lse, dout, dlse)

@@ -21,7 +21,7 @@ from tilewise.plan import Plan, find
 # None in a torch that was built without it: every call then takes the long way
 _GUARD: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 _ABSENT = (None,) * (TENSOR_COUNT - 3)
-_SHAPES = 8  # kept for the same options, the newest first
+_SHAPES = 4  # kept for the same options, the newest first: those that do not fit are looked at in vain
 _LIMIT = 512
 
 
@@ -41,11 +41,15 @@ class Recalled(NamedTuple):
         return out.contiguous()
 
 
-CALLS: dict[tuple[object, ...], tuple[Recalled, ...]] = {}
+Key = tuple[object, ...]
+CALLS: dict[Key, tuple[Recalled, ...]] = {}
 
 
-def _key(plain: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Everything but the tensors; None where nothing may be remembered, or an option has an error of its own."""
+def key_of(*plain: Any) -> Key | None:
+    """Everything about a call but its tensors; None where nothing may be remembered, or an option is wrong.
+
+    ``plain``: the options that ``options.remembered`` takes.
+    """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     try:
@@ -55,26 +59,25 @@ def _key(plain: tuple[Any, ...]) -> tuple[object, ...] | None:
     return checked, options.default.backend, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-def recall(q: Any, k: Any, v: Any, *plain: Any) -> Recalled | None:
-    """The call that this one repeats. ``plain``: the options that ``options.remembered`` takes."""
-    key = _key(plain)
-    if key is not None:
-        for call in CALLS.get(key, ()):
-            if call.guard(q, k, v):
-                return call
+def recall(key: Key, q: Any, k: Any, v: Any) -> Recalled | None:
+    """The call that this one repeats."""
+    for call in CALLS.get(key, ()):
+        if call.guard(q, k, v):
+            return call
     return None
 
 
-def keep(arguments: Arguments, *plain: Any) -> None:
-    """Keep a call of checked arguments, if it is one of ordinary tensors without dropout."""
-    key, tensors = _key(plain), arguments[:3]
-    if key is None or _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
-        return
+def keep(key: Key, arguments: Arguments) -> Recalled | None:
+    """The call of checked arguments, kept, if it is one of ordinary tensors without dropout."""
+    tensors = arguments[:3]
+    if _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
+        return None
     if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
-        return
+        return None
     plan = find(arguments, "forward")
     guard = _GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if len(CALLS) >= _LIMIT:
         CALLS.clear()
     call = Recalled(guard, plan, arguments[TENSOR_COUNT:], bool(arguments.needs_grad))
     CALLS[key] = (call, *CALLS.get(key, ()))[:_SHAPES]
+    return call

@@ -12,7 +12,7 @@ import torch
 
 import tilewise
 from tilewise.cli.shapes import FIELDS, Shapes
-from tilewise.device import GPU_NAMES
+from tilewise.device import GPU_NAMES, known_gpu
 from tilewise.errors import InvalidInput
 
 
@@ -46,7 +46,7 @@ def _problem(text: str | None) -> dict[str, Any]:
 
 
 def _device(name: str | None) -> str | torch.device | None:
-    if name is None or name.lower() in GPU_NAMES:
+    if name is None or known_gpu(name):
         return name
     try:
         device = torch.device(name)

@@ -93,6 +93,7 @@ def store_state(o, first, work, row0, COL: gl.constexpr, pointers, TILE: gl.cons
 
 @gluon.jit
 def normalised(o, factor):
+    """out of the accumulator; an empty row is 0, whatever was summed."""
     by_row = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
     return gl.where(by_row == 0.0, 0.0, o * by_row)
 
