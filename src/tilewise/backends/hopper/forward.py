@@ -6,10 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.backends.hopper.arguments import Rows
 from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import (
-    LOG2E,
     count_tiles,
     draw,
     key_blocks,
@@ -17,15 +15,17 @@ from tilewise.backends.hopper.primitives import (
     publish,
     rows_at,
 )
-from tilewise.backends.hopper.rings import fill, new_slots, place
+from tilewise.backends.hopper.rings import fill, let_go, new_slots, place
 from tilewise.backends.hopper.softmax import finish_rows
-from tilewise.backends.hopper.walk import await_product, let_go_values, real_channels, start_product, walk
+from tilewise.backends.hopper.walk import await_product, real_channels, start_product, walk
 from tilewise.backends.hopper.works import (
     await_block,
     new_works,
     peek_work,
     publish_tile,
     read_work,
+    rows_of,
+    sink_of,
 )
 
 
@@ -137,27 +137,6 @@ def parts_of_q(slots, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """Rows [64 INDEX, 64 INDEX + 64) of a tile."""
-    slope_log2 = 0.0
-    if MODE.alibi:
-        slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
-    blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
-    return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
-
-
-@gluon.jit
-def sink_of(work, pointers, sizes, MODE: gl.constexpr):
-    """The sink of a tile's rows in units of log2, counted once."""
-    sink_log2 = 0.0
-    if MODE.sink:
-        sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
-        if MODE.split:
-            sink_log2 = gl.where(work.split == 0, sink_log2, float("-inf"))
-    return sink_log2
-
-
-@gluon.jit
 def take_q(q_ring, n, INDEX: gl.constexpr, TILE: gl.constexpr):
     """q of the ``n``-th tile; if there is room in registers, and then its shared memory is free at once."""
     mbarrier.wait(q_ring.full.index(INDEX), n & 1)
@@ -189,7 +168,7 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, sc
         o = start_product(p, v_ring, it - 1, o, TILE)
         lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
         o = await_product(o, TILE)
-        let_go_values(it - 1, TILE)
+        let_go(it - 1, TILE.values_barrier, TILE)
         store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1
         block = await_block(works, n)

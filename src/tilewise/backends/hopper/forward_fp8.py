@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.hopper.arguments import Scalars, Slots
 from tilewise.backends.hopper.primitives import (
-    LOG2E,
     count_tiles,
     draw,
     key_blocks,
@@ -30,7 +29,16 @@ from tilewise.backends.hopper.rings import fill, new_slots
 from tilewise.backends.hopper.rows_fp8 import descaled, finish, negate, store_rows
 from tilewise.backends.hopper.turn import TURNERS, turner
 from tilewise.backends.hopper.walk_fp8 import PART, product_layout, walk
-from tilewise.backends.hopper.works import await_block, locate, new_works, publish_end, publish_work, read_work
+from tilewise.backends.hopper.works import (
+    await_block,
+    locate,
+    new_works,
+    publish_end,
+    publish_work,
+    read_work,
+    rows_of,
+    sink_of,
+)
 
 SMALLEST = gl.constexpr(1e-30)  # in place of a descale of 0: 0 times the -inf of a masked score is NaN
 
@@ -75,14 +83,8 @@ def consumer(q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.
     block = await_block(works, 0)
     while block >= 0:
         work = read_work(works, n, block, sizes, MODE)
-        blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
-        row0 = (work.block * TILE.consumers + INDEX) * 64
-        slope_log2 = 0.0
-        sink_log2 = 0.0
-        if MODE.alibi:
-            slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
-        if MODE.sink:
-            sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
+        rows = rows_of(work, pointers, sizes, INDEX, MODE, TILE)
+        sink_log2 = sink_of(work, pointers, sizes, MODE)
         of_scores = descaled(pointers.q_descale, work, sizes) * descaled(pointers.k_descale, work, sizes)
         of_values = descaled(pointers.v_descale, work, sizes)
 
@@ -94,12 +96,12 @@ def consumer(q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.
             of_scores = gl.maximum(gl.abs(of_scores), SMALLEST)
         real = Scalars(scalars.softmax_scale, scalars.scale_log2 * of_scores, scalars.softcap_in * of_scores,
                        scalars.softcap_out)
-        o, row_max, row_sum = walk(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, real, MODE, TILE)
-        it += blocks.last - blocks.first
+        o, row_max, row_sum = walk(it, q, k_ring, v_ring, rows, real, MODE, TILE)
+        it += rows.blocks.last - rows.blocks.first
         mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
-        factor = finish(row_max, row_sum, sink_log2, of_values, pointers, work, row0, sizes, real, ROWS, MODE)
+        factor = finish(row_max, row_sum, sink_log2, of_values, pointers, work, rows.row0, sizes, real, ROWS, MODE)
         for i in gl.static_range(PARTS):
-            store_rows(o[i], factor, PART * i, pointers, work, row0, sizes, MODE, TILE)
+            store_rows(o[i], factor, PART * i, pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1
         block = await_block(works, n)
 

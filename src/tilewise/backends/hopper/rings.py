@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewise.backends.hopper.arguments import Slots
-from tilewise.backends.hopper.barriers import await_all
+from tilewise.backends.hopper.barriers import await_all, tell
 from tilewise.backends.hopper.primitives import new_barriers, rows_at
 
 
@@ -38,3 +38,10 @@ def fill(ring, slot, count, number, threads, desc, span, head, row, MODE: gl.con
     for i in gl.static_range(PARTS):
         coord = rows_at(span, head, row, MODE, i * desc.block_type.shape[-1])
         tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot * PARTS + i))
+
+
+@gluon.jit
+def let_go(it, BARRIER: gl.constexpr, TILE: gl.constexpr):
+    """Consumer: the ``it``-th tile of the ring whose slots are let go from BARRIER on has been read."""
+    slot, _ = place(it, TILE.stages)
+    tell(BARRIER + slot, 128 * TILE.consumers + 32)

@@ -7,9 +7,9 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.follow import by_threads, over_groups
 from tilewise.backends.hopper.primitives import publish
 from tilewise.backends.hopper.softmax import finish_rows
-from tilewise.backends.hopper.softmax_fp8 import by_threads, over_groups
 
 SIGNS = gl.constexpr(0x80808080 - (1 << 32))  # of the four numbers in an int32
 LOWER = gl.constexpr(2.0**-7)  # 2**-RAISE
@@ -73,8 +73,7 @@ def as_operand(words, LAYOUT: gl.constexpr):
 def times_rows(o, factor):
     """Rows of out times a row state."""
     x = by_threads(o)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
-    x = x * over_groups(gl.convert_layout(factor, LAYOUT, assert_trivial=True))
+    x = x * over_groups(factor, x)
     return gl.convert_layout(gl.reshape(x, o.shape), o.type.layout, assert_trivial=True)
 
 

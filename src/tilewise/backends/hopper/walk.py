@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.barriers import pin, tell, tell_if
+from tilewise.backends.hopper.barriers import pin, tell_if
 from tilewise.backends.hopper.primitives import matrix
-from tilewise.backends.hopper.rings import place
+from tilewise.backends.hopper.rings import let_go, place
 from tilewise.backends.hopper.softmax import block_scores, exponentials, new_max, partial_sums, rescaled
 
 
@@ -84,17 +84,9 @@ def await_scores(s, TILE: gl.constexpr):
 @gluon.jit
 def let_go_scored(it, last, INDEX: gl.constexpr, TILE: gl.constexpr):
     """The ``it``-th block's k has been read, and so has q if it is the tile's last."""
-    slot, _ = place(it, TILE.stages)
-    tell(TILE.keys_barrier + slot, 128 * TILE.consumers + 32)
+    let_go(it, TILE.keys_barrier, TILE)
     if not TILE.q_in_registers:
         tell_if(last, TILE.queries_barrier + INDEX, 160)
-
-
-@gluon.jit
-def let_go_values(it, TILE: gl.constexpr):
-    """The ``it``-th block's v has been read."""
-    slot, _ = place(it, TILE.stages)
-    tell(TILE.values_barrier + slot, 128 * TILE.consumers + 32)
 
 
 @gluon.jit
@@ -138,7 +130,7 @@ def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE:
     p_new, row_sum = exponentials(x, rescale, row_sum)
     row_sum = pin(row_sum)
     o = await_product(o, TILE)
-    let_go_values(it, TILE)
+    let_go(it, TILE.values_barrier, TILE)
     return as_operand(p_new, DTYPE, TILE), [rescaled(part, rescale, TILE) for part in o], row_max, row_sum
 
 

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import matrix
+from tilewise.backends.hopper.rings import let_go, place
 from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, times_rows
 from tilewise.backends.hopper.softmax_fp8 import block_softmax, new_state
 
@@ -28,28 +28,11 @@ def product_layout(cols: int) -> Any:
 
 
 @gluon.jit
-def slot_of(it, TILE: gl.constexpr):
-    """The slot of the ``it``-th block and the phase of its barrier; without a signed division."""
-    gl.static_assert(TILE.stages == 2 or TILE.stages == 4)
-    if TILE.stages == 4:
-        return it & 3, (it >> 2) & 1
-    else:
-        return it & 1, (it >> 1) & 1
-
-
-@gluon.jit
-def let_go(it, BARRIER: gl.constexpr, TILE: gl.constexpr):
-    """The ``it``-th block's k or v has been read."""
-    slot, _ = slot_of(it, TILE)
-    tell(BARRIER + slot, 128 * TILE.consumers + 32)
-
-
-@gluon.jit
 def scores(q, k_ring, it, TILE: gl.constexpr):
     """q k^T of the ``it``-th block, started."""
     BLOCK_N: gl.constexpr = TILE.block_n
-    slot, phase = slot_of(it, TILE)
-    mbarrier.wait(k_ring.full.index(slot), phase)
+    slot, phase = place(it, TILE.stages)
+    mbarrier.wait(k_ring.full.index(slot), phase & 1)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=product_layout(BLOCK_N))
     k = matrix(k_ring.slots.index(slot))
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -67,9 +50,9 @@ def part(p, v_ring, slot, INDEX: gl.constexpr):
 def add_product(o, p, rescale, v_ring, it, TILE: gl.constexpr):
     """o * rescale + p v, two parts under way at a time."""
     PARTS: gl.constexpr = TILE.parts
-    slot, phase = slot_of(it, TILE)
+    slot, phase = place(it, TILE.stages)
     p = as_operand(as_words(p), gl.DotOperandLayout(0, product_layout(PART), 4))
-    mbarrier.wait(v_ring.full.index(slot), phase)
+    mbarrier.wait(v_ring.full.index(slot), phase & 1)
     sums = ()
     pv = part(p, v_ring, slot, 0)
     for i in gl.static_range(PARTS - 1):
@@ -83,19 +66,20 @@ def add_product(o, p, rescale, v_ring, it, TILE: gl.constexpr):
 
 
 @gluon.jit
-def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars,
+def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars,
          PARTIAL: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """The ``t``-th block of the tile, and the (it + t)-th of the rings."""
     s = warpgroup_mma_wait(0, deps=(scores(q, k_ring, it + t, TILE),))
     let_go(it + t, TILE.keys_barrier, TILE)
     p, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, row0, blocks.last - 1 - t, blocks, slope_log2, work, scalars, PARTIAL, MODE
+        s, row_max, row_sum, rows.row0, rows.blocks.last - 1 - t, rows.blocks, rows.slope_log2, rows.work, scalars,
+        PARTIAL, MODE,
     )
     return add_product(o, p, rescale, v_ring, it + t, TILE), row_max, row_sum
 
 
 @gluon.jit
-def walk(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, MODE: gl.constexpr, TILE: gl.constexpr):
+def walk(it, q, k_ring, v_ring, rows, scalars, MODE: gl.constexpr, TILE: gl.constexpr):
     """All blocks of a tile: unscaled out, a part after the other, and the softmax state."""
     BLOCK_N: gl.constexpr = TILE.block_n
     row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
@@ -105,20 +89,20 @@ def walk(it, q, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, MODE: g
     for _ in gl.static_range(TILE.parts - 1):
         o = o + (zeros,)  # type: ignore[assignment]
     o, row_max, row_sum = step(
-        0, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, True, MODE, TILE
+        0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, True, MODE, TILE
     )
     first = 1
     if MODE.upper and not MODE.lower:  # the partial blocks come first, and in a loop of their own
-        first = gl.maximum(blocks.last - blocks.full_last, 1)
+        first = gl.maximum(rows.blocks.last - rows.blocks.full_last, 1)
         for t in range(1, first):
             o, row_max, row_sum = step(
-                t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, True, MODE, TILE
+                t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, True, MODE, TILE
             )
     # with 256 channels the mask is there for its branch, over which the assembler does not spread the scores'
     # registers: without it 26 registers of a step are spilled
     PARTIAL: gl.constexpr = MODE.lower or TILE.parts == 4
-    for t in range(first, blocks.last - blocks.first):
+    for t in range(first, rows.blocks.last - rows.blocks.first):
         o, row_max, row_sum = step(
-            t, it, q, o, row_max, row_sum, k_ring, v_ring, row0, blocks, slope_log2, work, scalars, PARTIAL, MODE, TILE
+            t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIAL, MODE, TILE
         )
     return o, row_max, row_sum

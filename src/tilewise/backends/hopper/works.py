@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.arguments import Ring, Span, Work
-from tilewise.backends.hopper.primitives import TICKETS, new_barriers, packed_sequence
+from tilewise.backends.hopper.arguments import Ring, Rows, Span, Work
+from tilewise.backends.hopper.primitives import LOG2E, TICKETS, key_blocks, new_barriers, packed_sequence
 
 FIELDS = gl.constexpr(10)
 
@@ -151,3 +151,24 @@ def peek_work(works, n, block, sizes, MODE: gl.constexpr):
             split = take(works, first + 3)
         work = dense_tile(block, head, batch, split, sizes, MODE)
     return work
+
+
+@gluon.jit
+def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Rows [64 INDEX, 64 INDEX + 64) of a tile."""
+    slope_log2 = 0.0
+    if MODE.alibi:
+        slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
+    blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
+    return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
+
+
+@gluon.jit
+def sink_of(work, pointers, sizes, MODE: gl.constexpr):
+    """The sink of a tile's rows in units of log2, counted once."""
+    sink_log2 = 0.0
+    if MODE.sink:
+        sink_log2 = gl.load(pointers.sink + work.batch * sizes.nheads + work.head) * LOG2E
+        if MODE.split:
+            sink_log2 = gl.where(work.split == 0, sink_log2, float("-inf"))
+    return sink_log2
