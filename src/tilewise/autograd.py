@@ -82,7 +82,7 @@ def _wanted(ctx: Any, offset: int) -> tuple[str, ...]:
     return _names(ctx.needs_input_grad, offset)
 
 
-def _asking(rest: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+def asking(rest: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
     """The plain values, asking for the gradients of ``names``."""
     return rest if rest[_NEEDS] == names else (*rest[:_NEEDS], names, *rest[_NEEDS + 1 :])
 
@@ -130,7 +130,7 @@ class Forward(torch.autograd.Function):
         names = _wanted(ctx, 0)
         if not names or (grads[0] is None and grads[1] is None):
             return (None,) * (TENSOR_COUNT + 2)
-        rest = _asking(ctx.rest, names)
+        rest = asking(ctx.rest, names)
         dout, dlse = _or_zeros(grads[0], out), grads[1]
         # saved tensors can be packed away and come back in another layout, for which the plan was not made
         as_before = ctx.plan is not None and ctx.strides == [tensor.stride() for tensor in tensors[:3]]
@@ -166,7 +166,7 @@ class Backward(torch.autograd.Function):
             return (None,) * (4 + TENSOR_COUNT + 1)
         results: Any = []
         if names:
-            rest = _asking(ctx.rest, names)
+            rest = asking(ctx.rest, names)
             results = torch.ops.tilewise.second.default(*six, dout, _or_zeros(dlse, lse), out, lse, *tensors, *rest)
         spread = _spread(names, results, 4)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
@@ -209,12 +209,12 @@ class Jvp(torch.autograd.Function):
         names = _wanted(ctx, _COUNT + 2)
         results: Any = []
         if names:
-            rest = _asking(ctx.rest, names)
+            rest = asking(ctx.rest, names)
             results = torch.ops.tilewise.second.default(*six, dout, dlse, out, lse, *tensors, *rest)
         spread = _spread(names, results, _COUNT + 2)
         moving = tuple(name for index, name in enumerate(GRAD_NAMES) if ctx.needs_input_grad[index])
         if moving:
-            by_tangents = backward((dout, dlse, out, lse, *tensors), _asking(ctx.rest, moving))
+            by_tangents = backward((dout, dlse, out, lse, *tensors), asking(ctx.rest, moving))
             spread[:_COUNT] = _six(moving, by_tangents)
         return tuple(spread)
 

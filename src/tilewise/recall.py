@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from tilewise import autograd, options
 from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs
+from tilewise.native import Native, native
 from tilewise.plan import Plan, find
 
 # None in a torch that was built without it: every call then takes the long way
@@ -26,15 +27,20 @@ _LIMIT = 512
 
 
 class Recalled(NamedTuple):
-    """A guard on the tensors of a call, its plan, its plain values, and whether it is recorded for differentiation."""
+    """A guard on the tensors of a call, its plan, its plain values, and how it is recorded for differentiation."""
 
     guard: Any
     plan: Plan
     rest: tuple[Any, ...]
     recorded: bool
+    native: Native | None
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """out."""
+        if self.native is not None:
+            recorded = self.native.run(q, k, v)
+            if recorded is not None:
+                return recorded
         if self.recorded:
             return autograd.record(self.plan, Arguments._make((q, k, v, *_ABSENT, *self.rest)))[0]
         out: torch.Tensor = self.plan.backend.forward(self.plan.problem, Inputs(q, k, v))[0]
@@ -78,6 +84,7 @@ def keep(key: Key, arguments: Arguments) -> Recalled | None:
     guard = _GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if len(CALLS) >= _LIMIT:
         CALLS.clear()
-    call = Recalled(guard, plan, arguments[TENSOR_COUNT:], bool(arguments.needs_grad))
+    recorded = bool(arguments.needs_grad)
+    call = Recalled(guard, plan, arguments[TENSOR_COUNT:], recorded, native(plan, arguments) if recorded else None)
     CALLS[key] = (call, *CALLS.get(key, ()))[:_SHAPES]
     return call

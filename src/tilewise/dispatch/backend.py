@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -68,6 +68,23 @@ class Backend(Protocol):
         dlse: torch.Tensor | None,
     ) -> Gradients:
         """The gradients named in ``problem.needs_grad``, each with shape and dtype of its tensor in ``inputs``."""
+        ...
+
+
+class Recording(Protocol):
+    """For a backend whose calls torch itself can record, with gradients as ``backward`` would give them."""
+
+    def records(self, problem: Problem) -> bool:
+        """Whether ``record`` may be asked."""
+        ...
+
+    def record(
+        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, Any] | None:
+        """out with torch's own graph behind it, and the node of attention; None where these numbers need another way.
+
+        The node keeps q, k, v, out (heads second) and lse as torch's node of attention on a CPU does.
+        """
         ...
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilewise.backends.sdpa import cost, kernel, rowwise
@@ -12,6 +14,8 @@ from tilewise.inputs import FLOAT_DTYPES, Inputs, sequences
 from tilewise.masks import band
 from tilewise.problem import DTYPE_NAMES, Problem
 from tilewise.states import merge_states
+
+Recorded = tuple[torch.Tensor, Any]
 
 # |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
 _LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
@@ -117,6 +121,23 @@ class SdpaBackend:
                 one_out, one_lse = _forward(dense, part)
                 out[tokens_q], lse[:, tokens_q] = one_out[0], one_lse[0]
         return out, lse
+
+    def records(self, problem: Problem) -> bool:
+        """Whether ``record`` may be asked: the problem is one call of torch's kernel, and its result needs no look."""
+        plain = problem.mask_shape is None and problem.bias_shape is None and not problem.varlen
+        return plain and problem.seqlen_k >= kernel.LANES and kernel.only_part(problem) is not None
+
+    def record(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Recorded | None:
+        """out of q, k and v alone, and torch's own node of it; None where lse is too large for torch's gradients."""
+        whole = kernel.only_part(problem)
+        if whole is None:
+            raise RuntimeError("sdpa records only what one call of torch's kernel computes")
+        heads_second = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = kernel.forward(*heads_second, None, whole.causal, problem.softmax_scale)
+        # lse is still in the caches here; its backward would have to fetch it
+        if _largest(lse) > _LSE_LIMIT[problem.dtype]:
+            return None
+        return out.transpose(1, 2).contiguous(), out.grad_fn
 
     def backward(
         self,
