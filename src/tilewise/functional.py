@@ -129,9 +129,9 @@ def attention(
         segments is mask is bias is alibi_slopes is sink is dropout_seed is q_descale is k_descale is v_descale is None
     )
     key = recall.key_of(causal, softmax_scale, softcap, dropout_p, deterministic, backend) if alone else None
-    call = None if key is None else recall.recall(key, q, k, v)
-    if call is not None:
-        return call.run(q, k, v)
+    out = None if key is None else recall.recall(key, q, k, v)
+    if out is not None:
+        return out
     arguments = dense_arguments(
         q,
         k,
@@ -150,10 +150,8 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    call = None if key is None else recall.keep(key, arguments)
-    if call is not None:
-        return call.run(q, k, v)
-    return _forward(arguments, q_descale, k_descale, v_descale)[0]
+    out = None if key is None else recall.keep(key, arguments)
+    return _forward(arguments, q_descale, k_descale, v_descale)[0] if out is None else out
 
 
 @_takes(dense_arguments)

@@ -7,40 +7,41 @@ recorded, and then puts gradients that have a derivative in the place of the nod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise import autograd
+from tilewise.dispatch.backend import Prepared
 from tilewise.inputs import TENSOR_COUNT, Arguments
 from tilewise.plan import Plan
-from tilewise.problem import Problem
 
-# Private: where torch has them no more, or the backend knows nothing of this, a call is recorded by autograd.Forward.
+# Private: where torch has them no more, every call is recorded by autograd.Forward.
 _node: Any = getattr(torch._C, "_current_autograd_node", None)
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _ABSENT = (None,) * (TENSOR_COUNT - 3)
 _FIRST_THREE = ("q", "k", "v")
 
 
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class Native(NamedTuple):
-    """How a backend lets torch record a problem, and the plain values of its calls."""
+    """A backend's prepared call, its plain values, and the way of the calls that torch must not record."""
 
-    record: Any
-    problem: Problem
+    prepared: Prepared
     rest: tuple[Any, ...]
+    otherwise: Way
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """out; None where torch's own gradients would not do for these numbers, or could be handed other tensors."""
-        if _hooks_on_saved(True) is not None:
-            # they may bring q, k or v back in a layout that torch's kernel misreads
-            return None
-        recorded = self.record(self.problem, q, k, v)
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """out."""
+        # hooks on saved tensors may bring q, k or v back in a layout that torch's kernel misreads
+        recorded = None if _hooks_on_saved(True) is not None else self.prepared.record(q, k, v)
         if recorded is None:
-            return None
-        out, node = recorded
-        node.register_hook(self._with_derivatives)
-        return out  # type: ignore[no-any-return]
+            return self.otherwise(q, k, v)
+        recorded[1].register_hook(self._with_derivatives)
+        return recorded[0]
 
     def _with_derivatives(
         self, grads: tuple[torch.Tensor | None, ...], cotangents: tuple[torch.Tensor | None, ...]
@@ -59,11 +60,10 @@ class Native(NamedTuple):
         return tuple(found[name].transpose(1, 2) if name in found else None for name in _FIRST_THREE)
 
 
-def native(plan: Plan, arguments: Arguments) -> Native | None:
-    """How torch records calls of these arguments, if it can and its gradients are those that would be chosen."""
-    record = getattr(plan.backend, "record", None)
-    if record is None or _node is None or _hooks_on_saved is None or not plan.backend.records(plan.problem):
-        return None
+def native(plan: Plan, prepared: Prepared, arguments: Arguments, otherwise: Way) -> Way:
+    """Calls of these arguments recorded by torch, if its gradients are those that would be chosen; or ``otherwise``."""
+    if _node is None or _hooks_on_saved is None:
+        return otherwise
     if plan.derivative("backward", arguments).backend is not plan.backend:
-        return None
-    return Native(record, plan.problem, arguments[TENSOR_COUNT:])
+        return otherwise
+    return Native(prepared, arguments[TENSOR_COUNT:], otherwise).run

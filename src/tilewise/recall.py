@@ -9,6 +9,7 @@ pushed them out of the caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 
 from tilewise import autograd, options
 from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs
-from tilewise.native import Native, native
+from tilewise.native import native
 from tilewise.plan import Plan, find
 
 # None in a torch that was built without it: every call then takes the long way
@@ -27,24 +28,10 @@ _LIMIT = 512
 
 
 class Recalled(NamedTuple):
-    """A guard on the tensors of a call, its plan, its plain values, and how it is recorded for differentiation."""
+    """A guard on the tensors of a call, and what gives its out from them."""
 
-    guard: Any
-    plan: Plan
-    rest: tuple[Any, ...]
-    recorded: bool
-    native: Native | None
-
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """out."""
-        if self.native is not None:
-            recorded = self.native.run(q, k, v)
-            if recorded is not None:
-                return recorded
-        if self.recorded:
-            return autograd.record(self.plan, Arguments._make((q, k, v, *_ABSENT, *self.rest)))[0]
-        out: torch.Tensor = self.plan.backend.forward(self.plan.problem, Inputs(q, k, v))[0]
-        return out.contiguous()
+    guard: Callable[..., bool]
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 Key = tuple[object, ...]
@@ -65,26 +52,41 @@ def key_of(*plain: Any) -> Key | None:
     return checked, options.default.backend, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-def recall(key: Key, q: Any, k: Any, v: Any) -> Recalled | None:
-    """The call that this one repeats."""
+def recall(key: Key, q: Any, k: Any, v: Any) -> torch.Tensor | None:
+    """out of the call that this one repeats; None if there is none."""
     for call in CALLS.get(key, ()):
         if call.guard(q, k, v):
-            return call
+            return call.run(q, k, v)
     return None
 
 
-def keep(key: Key, arguments: Arguments) -> Recalled | None:
-    """The call of checked arguments, kept, if it is one of ordinary tensors without dropout."""
+def keep(key: Key, arguments: Arguments) -> torch.Tensor | None:
+    """out of checked arguments, whose call is kept; None unless it is one of ordinary tensors without dropout."""
     tensors = arguments[:3]
     if _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
         return None
     if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
         return None
-    plan = find(arguments, "forward")
-    guard = _GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    way = _way(find(arguments, "forward"), arguments)  # checks the tensors, which the guard takes as they are
+    call = Recalled(_GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, way)
     if len(CALLS) >= _LIMIT:
         CALLS.clear()
-    recorded = bool(arguments.needs_grad)
-    call = Recalled(guard, plan, arguments[TENSOR_COUNT:], recorded, native(plan, arguments) if recorded else None)
     CALLS[key] = (call, *CALLS.get(key, ()))[:_SHAPES]
-    return call
+    return call.run(*tensors)
+
+
+def _way(plan: Plan, arguments: Arguments) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The shortest way from q, k and v to out."""
+    backend, problem, rest = plan.backend, plan.problem, arguments[TENSOR_COUNT:]
+    prepared = backend.prepared(problem) if hasattr(backend, "prepared") else None
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return autograd.record(plan, Arguments._make((q, k, v, *_ABSENT, *rest)))[0]
+
+    def computed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = backend.forward(problem, Inputs(q, k, v))[0]
+        return out.contiguous()
+
+    if not arguments.needs_grad:
+        return computed if prepared is None else prepared.run
+    return recorded if prepared is None else native(plan, prepared, arguments, recorded)

@@ -71,17 +71,18 @@ class Backend(Protocol):
         ...
 
 
-class Recording(Protocol):
-    """For a backend whose calls torch itself can record, with gradients as ``backward`` would give them."""
+class Prepared(Protocol):
+    """What a backend's ``prepared(problem)`` may give for plain problems: its calls with all but q, k and v looked up.
 
-    def records(self, problem: Problem) -> bool:
-        """Whether ``record`` may be asked."""
+    ``prepared`` may be missing or give None; ``forward`` and ``backward`` are then what there is.
+    """
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """out, contiguous."""
         ...
 
-    def record(
-        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, Any] | None:
-        """out with torch's own graph behind it, and the node of attention; None where these numbers need another way.
+    def record(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """out with torch's own graph behind it, and the node of attention; None where its gradients would not do.
 
         The node keeps q, k, v, out (heads second) and lse as torch's node of attention on a CPU does.
         """

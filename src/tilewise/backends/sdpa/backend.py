@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewise.backends.sdpa import cost, kernel, rowwise
 from tilewise.backends.sdpa.kernel import Part, Rows
+from tilewise.backends.sdpa.whole import LSE_LIMIT, Whole, whole
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import FLOAT_DTYPES, Inputs, sequences
 from tilewise.masks import band
 from tilewise.problem import DTYPE_NAMES, Problem
 from tilewise.states import merge_states
-
-Recorded = tuple[torch.Tensor, Any]
-
-# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
-_LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 
 
 def _layout_reasons(problem: Problem) -> list[Reason]:
@@ -122,22 +116,9 @@ class SdpaBackend:
                 out[tokens_q], lse[:, tokens_q] = one_out[0], one_lse[0]
         return out, lse
 
-    def records(self, problem: Problem) -> bool:
-        """Whether ``record`` may be asked: the problem is one call of torch's kernel, and its result needs no look."""
-        plain = problem.mask_shape is None and problem.bias_shape is None and not problem.varlen
-        return plain and problem.seqlen_k >= kernel.LANES and kernel.only_part(problem) is not None
-
-    def record(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Recorded | None:
-        """out of q, k and v alone, and torch's own node of it; None where lse is too large for torch's gradients."""
-        whole = kernel.only_part(problem)
-        if whole is None:
-            raise RuntimeError("sdpa records only what one call of torch's kernel computes")
-        heads_second = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = kernel.forward(*heads_second, None, whole.causal, problem.softmax_scale)
-        # lse is still in the caches here; its backward would have to fetch it
-        if _largest(lse) > _LSE_LIMIT[problem.dtype]:
-            return None
-        return out.transpose(1, 2).contiguous(), out.grad_fn
+    def prepared(self, problem: Problem) -> Whole | None:
+        """A shorter way for problems that are one call of torch's kernel."""
+        return whole(problem)
 
     def backward(
         self,
@@ -166,9 +147,9 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     added = None if inputs.bias is None and inputs.mask is None else _additive(problem, inputs)
     scale = problem.softmax_scale
-    whole = kernel.only_part(problem)
-    if whole is not None:
-        out, lse = kernel.forward(q, k, v, added, whole.causal, scale)
+    only = kernel.only_part(problem)
+    if only is not None:
+        out, lse = kernel.forward(q, k, v, added, only.causal, scale)
         return out.transpose(1, 2), lse
     found = kernel.parts(problem)
     states = []
@@ -206,19 +187,19 @@ def _backward(
     if row:
         q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
         rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
-    limit = _LSE_LIMIT[problem.dtype]
-    largest = _largest(rows.lse)
-    if largest == torch.inf:
+    limit = LSE_LIMIT[problem.dtype]
+    most = _largest(rows.lse)
+    if most == torch.inf:
         rows = kernel.without_empty(rows)
-        largest = _largest(rows.lse)
-    if largest > limit and _is_asked_for(rows, limit):
+        most = _largest(rows.lse)
+    if most > limit and _is_asked_for(rows, limit):
         upper = band(problem).upper
         cut = kernel.cut(added, Part(row, 0, problem.seqlen_k, False))
         dq, dk, dv = rowwise.backward(rows, k, v, cut, None if upper is None else upper + row, scale)
         return _named(problem, torch.nn.functional.pad(dq, (0, 0, row, 0)), dk, dv)
-    whole = kernel.only_part(problem)
-    if whole is not None:
-        return _named(problem, *kernel.backward(rows, k, v, added, whole.causal, scale))
+    only = kernel.only_part(problem)
+    if only is not None:
+        return _named(problem, *kernel.backward(rows, k, v, added, only.causal, scale))
     # the rectangle and the triangle share their rows, and no key
     dq = torch.zeros_like(inputs.q, dtype=problem.state_dtype).transpose(1, 2)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)

@@ -21,7 +21,7 @@ from tilewise.masks import band
 from tilewise.problem import Problem
 
 # torch's own binding where it has one: its arguments are parsed in C++, 5 us sooner than the operator's
-_forward = getattr(
+call = getattr(
     torch,
     "_scaled_dot_product_flash_attention_for_cpu",
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -119,7 +119,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | None, causal: bool, scale: float
 ) -> State:
     """(out, lse) of one part, with empty rows and NaN as the semantics want them."""
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
+    out, lse = call(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     if added is None:
         if k.shape[2] < LANES and not bool(lse.all()):
             _restore_nan(q, k, added, causal, scale, out, lse)
@@ -128,7 +128,7 @@ def forward(
         return out, lse
     seen = visibility(added, q.shape[2], causal)
     k, v = clean_keys(k, seen.keys), clean_keys(v, seen.keys)
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
+    out, lse = call(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     if k.shape[2] < LANES:
         _restore_nan(q, k, added, causal, scale, out, lse)
     out.masked_fill_(~seen.rows[..., None], 0.0)
