@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Call = Callable[[], torch.Tensor]
 _PEER = "torch-sdpa"
 BOTH = "forward+backward"
-# short calls are compared for this long, since single rounds of theirs differ by a tenth, and medians of three seconds of them still by a fiftieth
+# short calls are compared for this long: single rounds differ by a tenth, medians over 3 s still by a fiftieth
 _SECONDS = 8.0
 
 
