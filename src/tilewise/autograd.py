@@ -110,12 +110,14 @@ def _or_zeros(grad: Grad, like: torch.Tensor) -> torch.Tensor:
 
 
 class Forward(torch.autograd.Function):
-    """F: (tensors, rest, plan) to (out, lse); without a plan, by the dispatcher."""
+    """F: (tensors, rest, plan, state) to (out, lse); without a plan, by the dispatcher; a state is the result known."""
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
-        *tensors, rest, plan = flat
-        if plan is None:
+        *tensors, rest, plan, state = flat
+        if state is not None:
+            out, lse = state
+        elif plan is None:
             out, lse = _run("forward", tensors, rest)
         else:
             out, lse = ops.run_forward(plan, inputs_of(Arguments._make((*tensors, *rest)), plan.problem))
@@ -129,17 +131,17 @@ class Forward(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         names = _wanted(ctx, 0)
         if not names or (grads[0] is None and grads[1] is None):
-            return (None,) * (TENSOR_COUNT + 2)
+            return (None,) * (TENSOR_COUNT + 3)
         rest = asking(ctx.rest, names)
         dout, dlse = _or_zeros(grads[0], out), grads[1]
         # saved tensors can be packed away and come back in another layout, for which the plan was not made
         as_before = ctx.plan is not None and ctx.strides == [tensor.stride() for tensor in tensors[:3]]
-        if as_before and not torch.is_grad_enabled() and is_plain((dout, dlse, *tensors)):
+        if as_before and not is_differentiated() and is_plain((dout, dlse, *tensors)):
             arguments = Arguments._make((*tensors, *rest))
             results = ops.run_backward(ctx.plan.derivative("backward", arguments), arguments, dout, dlse, out, lse)
         else:
             results = backward((dout, dlse, out, lse, *tensors), rest)
-        return tuple(_spread(names, results, 0, 2))
+        return tuple(_spread(names, results, 0, 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -280,6 +282,11 @@ def _apply(function: type[torch.autograd.Function], *flat: Any) -> Any:
     return bound(*flat)
 
 
+def is_differentiated() -> bool:
+    """Whether the derivative that is being computed may itself be differentiated: recorded, in forward mode, mapped."""
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _is_recorded(tensors: Sequence[Any]) -> bool:
     """Whether a derivative may be asked for: reverse mode, forward mode, or a torch.func level."""
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
@@ -302,8 +309,8 @@ def _kernel(name: str) -> Any:
         tensors, rest = flat[:tensor_count], flat[tensor_count:]
         if not _is_recorded(tensors):
             return _run(name, tensors, rest)
-        plan = (None,) if name == "forward" else ()
-        result = _apply(_FUNCTIONS[name], *tensors, rest, *plan)
+        unknown = (None, None) if name == "forward" else ()  # neither plan nor state
+        result = _apply(_FUNCTIONS[name], *tensors, rest, *unknown)
         return list(result) if listed else result
 
     return autograd_kernel
@@ -326,9 +333,9 @@ def forward(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return state[0], state[1]
 
 
-def record(plan: Plan, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of ordinary eager tensors by a plan that is at hand, recorded for differentiation."""
-    out, lse = _apply(Forward, *arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:], plan)
+def record(plan: Plan, arguments: Arguments, state: ops.State | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of ordinary eager tensors by a plan that is at hand, recorded; ``state``: what it gives, if known."""
+    out, lse = _apply(Forward, *arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:], plan, state)
     return out, lse
 
 

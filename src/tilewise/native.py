@@ -1,8 +1,8 @@
 """A plain call whose forward and gradients are torch's own kernels, recorded by torch's own node.
 
-No Python prepares its backward: each step of it would fetch code and data that the tensors of a short call have pushed
-out of the caches. Torch's node knows first derivatives alone, so a hook on it looks whether the backward is itself
-recorded, and then puts gradients that have a derivative in the place of the node's.
+No Python prepares its backward, which a short call would find out of the caches. But torch's node knows first
+derivatives alone. So a hook ahead of it looks whether its gradients may themselves be differentiated; if so, gradients
+that have a derivative take the place of its own.
 """
 
 from __future__ import annotations
@@ -16,54 +16,64 @@ from tilewise import autograd
 from tilewise.dispatch.backend import Prepared
 from tilewise.inputs import TENSOR_COUNT, Arguments
 from tilewise.plan import Plan
+from tilewise.problem import GRAD_NAMES
 
 # Private: where torch has them no more, every call is recorded by autograd.Forward.
 _node: Any = getattr(torch._C, "_current_autograd_node", None)
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _ABSENT = (None,) * (TENSOR_COUNT - 3)
-_FIRST_THREE = ("q", "k", "v")
-
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Grads = tuple[torch.Tensor | None, ...]
 
 
 class Native(NamedTuple):
-    """A backend's prepared call, its plain values, and the way of the calls that torch must not record."""
+    """A prepared call, its plan, and its plain values."""
 
     prepared: Prepared
+    plan: Plan
     rest: tuple[Any, ...]
-    otherwise: Way
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """out."""
+        """out, contiguous, recorded by torch; by autograd.Forward where torch must not."""
+        ignore_tracing = True
         # hooks on saved tensors may bring q, k or v back in a layout that torch's kernel misreads
-        recorded = None if _hooks_on_saved(True) is not None else self.prepared.record(q, k, v)
-        if recorded is None:
-            return self.otherwise(q, k, v)
-        recorded[1].register_hook(self._with_derivatives)
-        return recorded[0]
+        hooked = _hooks_on_saved(ignore_tracing) is not None
+        out, lse, node = self.prepared.record(q, k, v)
+        if node is None or hooked:
+            arguments = Arguments._make((q, k, v, *_ABSENT, *self.rest))
+            return autograd.record(self.plan, arguments, (out.detach(), lse))[0]
+        node.register_prehook(self._before)
+        return out
 
-    def _with_derivatives(
-        self, grads: tuple[torch.Tensor | None, ...], cotangents: tuple[torch.Tensor | None, ...]
-    ) -> tuple[torch.Tensor | None, ...] | None:
-        """The gradients anew, recorded, where someone may differentiate them; else None, which keeps ``grads``."""
-        if not torch.is_grad_enabled() or cotangents[0] is None:
+    def _before(self, cotangents: Grads) -> Grads | None:
+        """Where the gradients may be differentiated: let the node compute on zeros, and put others in their place."""
+        dout = cotangents[0]
+        if dout is None or not autograd.is_differentiated():
             return None
         node = _node()
-        q, k, v, out, dout = (
-            tensor.transpose(1, 2)
-            for tensor in (node._saved_query, node._saved_key, node._saved_value, node._saved_output, cotangents[0])
-        )
-        names = tuple(name for name, grad in zip(_FIRST_THREE, grads, strict=True) if grad is not None)
+
+        def replace(grads: Grads, _zeros: Grads) -> Grads:
+            handle.remove()
+            return self._gradients(node, dout, grads)
+
+        handle = node.register_hook(replace)
+        return (torch.zeros_like(node._saved_output, requires_grad=False),)
+
+    def _gradients(self, node: Any, dout: torch.Tensor, places: Grads) -> Grads:
+        """What ``node`` owes where ``places`` has a tensor: heads second as it has them, and differentiable."""
+        saved = node._saved_query, node._saved_key, node._saved_value, node._saved_output
+        q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*saved, dout))
+        owed = tuple(name for name, place in zip(GRAD_NAMES, places, strict=False) if place is not None)
         tensors = (dout, None, out, node._saved_logsumexp, q, k, v, *_ABSENT)
-        found = dict(zip(names, autograd.backward(tensors, autograd.asking(self.rest, names)), strict=True))
-        return tuple(found[name].transpose(1, 2) if name in found else None for name in _FIRST_THREE)
+        grads = iter(autograd.backward(tensors, autograd.asking(self.rest, owed)))
+        return tuple(None if place is None else next(grads).transpose(1, 2) for place in places)
 
 
-def native(plan: Plan, prepared: Prepared, arguments: Arguments, otherwise: Way) -> Way:
-    """Calls of these arguments recorded by torch, if its gradients are those that would be chosen; or ``otherwise``."""
+def native(plan: Plan, prepared: Prepared, arguments: Arguments) -> Way | None:
+    """Calls of these arguments recorded by torch, if it can and its gradients are those that would be chosen."""
     if _node is None or _hooks_on_saved is None:
-        return otherwise
+        return None
     if plan.derivative("backward", arguments).backend is not plan.backend:
-        return otherwise
-    return Native(prepared, arguments[TENSOR_COUNT:], otherwise).run
+        return None
+    return Native(prepared, plan, arguments[TENSOR_COUNT:]).run

@@ -1,10 +1,10 @@
 """A repeated call of the plainest kind: one look at its tensors leads to its plan, past what is already checked.
 
 A first call goes the long way, and what it found is kept beside a guard on everything about the tensors that the checks
-and the choice depend on, torch's own: class, dtype, device, sizes, strides, requires_grad, and whether autocast,
-torch.func or a torch_dispatch mode is on. Plainest means eager, q, k and v alone, whole (no window, no dropout). On a
-CPU a short call is worth it: each step of the long way also fetches its code and data anew, because the tensors have
-pushed them out of the caches.
+and the choice depend on, torch's own: class, dtype, device, sizes, strides, requires_grad, and whether autocast or
+torch.func is on. Plainest means eager, with no torch_dispatch mode, and q, k and v alone, three tensors, whole (no
+window, no dropout). On a CPU a short call is worth it: each step of the long way also fetches its code and data anew,
+because the tensors have pushed them out of the caches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def key_of(*plain: Any) -> Key | None:
 
     ``plain``: the options that ``options.remembered`` takes.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return None
     try:
         checked = options.remembered(*plain)
@@ -67,12 +67,15 @@ def keep(key: Key, arguments: Arguments) -> torch.Tensor | None:
         return None
     if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
         return None
+    q, k, v = tensors
+    if q is k or k is v or v is q:  # the guard takes no tensor twice
+        return None
     way = _way(find(arguments, "forward"), arguments)  # checks the tensors, which the guard takes as they are
     call = Recalled(_GUARD(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, way)
     if len(CALLS) >= _LIMIT:
         CALLS.clear()
     CALLS[key] = (call, *CALLS.get(key, ()))[:_SHAPES]
-    return call.run(*tensors)
+    return call.run(q, k, v)
 
 
 def _way(plan: Plan, arguments: Arguments) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -89,4 +92,4 @@ def _way(plan: Plan, arguments: Arguments) -> Callable[[torch.Tensor, torch.Tens
 
     if not arguments.needs_grad:
         return computed if prepared is None else prepared.run
-    return recorded if prepared is None else native(plan, prepared, arguments, recorded)
+    return (native(plan, prepared, arguments) if prepared is not None else None) or recorded

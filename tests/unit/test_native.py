@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise import native, recall
+from tilewise.backends.sdpa import kernel
 from tilewise.testing import attention_oracle
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,11 +35,9 @@ def _tensors(seqlen: int = 20, dtype: torch.dtype = torch.float64, scale: float 
 
 
 def _is_native(out: torch.Tensor) -> bool:
-    """Whether torch's node of attention stands in the graph of ``out``."""
-    nodes = [out.grad_fn]
-    for node in nodes:
-        nodes += [parent for parent, _ in node.next_functions if parent is not None] if node is not None else []
-    return NODE in {type(node).__name__ for node in nodes}
+    """Whether torch's node of attention stands right behind ``out``."""
+    last = out.grad_fn
+    return last is not None and NODE in {type(node).__name__ for node, _ in last.next_functions}
 
 
 def _compare(got: Any, expected: Any) -> None:
@@ -98,12 +101,89 @@ def test_cotangents_in_a_batch() -> None:
         _compare([grad[index] for grad in got], expected)
 
 
-def test_an_lse_too_large_for_torchs_gradients_takes_the_other_way() -> None:
+@pytest.mark.parametrize("wanted", [(0,), (1, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("kept", [False, True])
+def test_forward_mode_through_the_backward_of_a_call_made_before(wanted: tuple[int, ...], kept: bool) -> None:
+    tensors = _tensors()
+    chosen = [tensors[index] for index in wanted]
+    dout, tangent = (torch.randn(2, 20, 4, 16, dtype=torch.float64) for _ in range(2))
+    found = []
+    for out in (tilewise.attention(*tensors), attention_oracle(*tensors)[0]):
+
+        def pull(cotangent: torch.Tensor, out: torch.Tensor = out) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(out, chosen, cotangent, create_graph=kept, retain_graph=True)
+
+        grads, tangents = torch.func.jvp(pull, (dout,), (tangent,))
+        found.append((*grads, *tangents))
+        with forward_ad.dual_level():
+            duals = pull(forward_ad.make_dual(dout, tangent))
+            found[-1] += tuple(forward_ad.unpack_dual(dual).tangent for dual in duals)
+        found[-1] += pull(dout)
+    _compare(*found)
+
+
+def test_cotangents_mapped_over_without_a_warning() -> None:
+    tensors = _tensors()
+    out = tilewise.attention(*tensors)
+    douts = torch.randn(3, 2, 20, 4, 16, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = torch.vmap(lambda dout: torch.autograd.grad(out, tensors, dout, retain_graph=True))(douts)
+    for index, dout in enumerate(douts):
+        expected = torch.autograd.grad(attention_oracle(*tensors)[0], tensors, dout)
+        _compare([grad[index] for grad in got], expected)
+
+
+def test_an_lse_too_large_for_torchs_gradients_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    kernel_call = kernel.call
+    monkeypatch.setattr(kernel, "call", lambda *args, **options: calls.append(1) or kernel_call(*args, **options))
     tensors = _tensors(scale=6.0)
     out = tilewise.attention(*tensors)
     assert not _is_native(out)
+    assert len(calls) == 1
     dout = torch.randn_like(out)
     _compare(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(attention_oracle(*tensors)[0], tensors, dout))
+
+
+def test_below_autograd_nothing_is_recorded() -> None:
+    tensors = _tensors()
+    with torch._C._AutoDispatchBelowAutograd():
+        out = tilewise.attention(*tensors)
+    torch.testing.assert_close(out, attention_oracle(*tensors)[0].detach())
+
+
+def test_a_warm_call_is_traced_like_a_cold_one() -> None:
+    tensors = _tensors()
+
+    def grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(tilewise.attention(*tensors).sum(), tensors)
+
+    cold = make_fx(grads)(*tensors)
+    expected = grads(*tensors)
+    warm = make_fx(grads)(*tensors)
+    targets = [[str(node.target) for node in graph.graph.nodes] for graph in (cold, warm)]
+    assert targets[0] == targets[1]
+    _compare(warm(*tensors), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert tilewise.attention(*tensors).shape == (2, 20, 4, 16)
+
+
+def test_out_without_gradients_may_be_changed_in_place() -> None:
+    tensors = _tensors()
+    with torch.no_grad():
+        out = tilewise.attention(*tensors)
+    out += 2 * tensors[0]
+    assert out.requires_grad
+    assert not tilewise.attention(*(t.detach() for t in tensors)).detach_().requires_grad
+
+
+def test_the_same_tensor_twice_pushes_nothing_out() -> None:
+    q, k, v = _tensors()
+    for _ in range(2):
+        tilewise.attention(q, k, v)
+        _compare([tilewise.attention(q, k, k)], [attention_oracle(q, k, k)[0]])
+    assert sum(map(len, recall.CALLS.values())) == 1
 
 
 def test_hooks_on_saved_tensors_take_the_other_way() -> None:

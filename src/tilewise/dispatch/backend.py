@@ -71,6 +71,17 @@ class Backend(Protocol):
         ...
 
 
+class Recorded(NamedTuple):
+    """out with torch's own graph behind it, lse, and the node of attention; no node where its gradients would not do.
+
+    The node keeps what torch's node of attention on a CPU does: q, k, v and out (heads second) and lse.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    node: Any
+
+
 class Prepared(Protocol):
     """What a backend's ``prepared(problem)`` may give for plain problems: its calls with all but q, k and v looked up.
 
@@ -81,11 +92,8 @@ class Prepared(Protocol):
         """out, contiguous."""
         ...
 
-    def record(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
-        """out with torch's own graph behind it, and the node of attention; None where its gradients would not do.
-
-        The node keeps q, k, v, out (heads second) and lse as torch's node of attention on a CPU does.
-        """
+    def record(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Recorded:
+        """out, contiguous, recorded by torch."""
         ...
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.backends.sdpa import cost, kernel, rowwise
 from tilewise.backends.sdpa.kernel import Part, Rows
-from tilewise.backends.sdpa.whole import LSE_LIMIT, Whole, whole
+from tilewise.backends.sdpa.whole import Whole, whole
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import FLOAT_DTYPES, Inputs, sequences
@@ -187,7 +187,7 @@ def _backward(
     if row:
         q, out_rows, lse_rows, dout_rows = (t[:, :, row:] for t in rows[:4])
         rows = Rows(q, out_rows, lse_rows, dout_rows, None if dlse is None else dlse[:, :, row:])
-    limit = LSE_LIMIT[problem.dtype]
+    limit = kernel.LSE_LIMIT[problem.dtype]
     most = _largest(rows.lse)
     if most == torch.inf:
         rows = kernel.without_empty(rows)

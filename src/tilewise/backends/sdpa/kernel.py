@@ -28,6 +28,8 @@ call = getattr(
 )
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
+LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 # Keys of the widest vector register (16 fp32 numbers): with fewer, the kernel loses NaN rows.
 LANES = 16
 State = tuple[torch.Tensor, torch.Tensor]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tilewise.backends.sdpa import kernel
+from tilewise.dispatch.backend import Recorded
 from tilewise.problem import Problem
-
-# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
-LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 
 
 class Whole(NamedTuple):
@@ -18,25 +16,25 @@ class Whole(NamedTuple):
 
     causal: bool
     scale: float
-    limit: float
+    lse_limit: float
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """out."""
+        """out, contiguous and no view, so that it may be changed in place like that of any other backend."""
         heads_second = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out: torch.Tensor = kernel.call(*heads_second, 0.0, self.causal, scale=self.scale)[0]
-        return out.transpose(1, 2).contiguous()
+        return out.transpose(1, 2).contiguous().detach()
 
-    def record(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
-        """out with torch's graph behind it, and its node of attention; None where lse is too large for its gradients.
+    def record(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Recorded:
+        """out, contiguous, lse, and torch's node, but None where lse is too large for the gradients of that node.
 
-        lse is still in the caches here; the backward would have to fetch it.
+        lse is still in the caches here; the backward would have to fetch it. One reduction for both ends, as a call of
+        each costs more than the numbers.
         """
         heads_second = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = kernel.call(*heads_second, 0.0, self.causal, scale=self.scale)
         lowest, highest = lse.aminmax()
-        if float(highest) > self.limit or float(lowest) < -self.limit:
-            return None
-        return out.transpose(1, 2).contiguous(), out.grad_fn
+        fits = float(highest) <= self.lse_limit and float(lowest) >= -self.lse_limit
+        return Recorded(out.transpose(1, 2).contiguous(), lse, out.grad_fn if fits else None)
 
 
 def whole(problem: Problem) -> Whole | None:
@@ -45,4 +43,4 @@ def whole(problem: Problem) -> Whole | None:
     added = problem.mask_shape is not None or problem.bias_shape is not None
     if part is None or added or problem.varlen or problem.seqlen_k < kernel.LANES:
         return None
-    return Whole(part.causal, problem.softmax_scale, LSE_LIMIT[problem.dtype])
+    return Whole(part.causal, problem.softmax_scale, kernel.LSE_LIMIT[problem.dtype])
