@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import tilewise
+from tilewise.testing import attention_oracle
 
 
 def plain(x):
@@ -39,6 +41,23 @@ def test_nested_transforms_equal_plain_attention(name, by):
     actual = TRANSFORMS[name](lambda y: tilewise.attention(y, y, y, backend=by), x, t)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("by", ["auto", "reference", "cpu"])
+def test_forward_mode_over_an_ordinary_backward(by):
+    tensors = [torch.randn(2, 20, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    tangent = torch.randn_like(tensors[0])
+
+    def moved(attend):
+        with forward_ad.dual_level():
+            out = attend(forward_ad.make_dual(tensors[0], tangent), *tensors[1:])
+            (found,) = torch.autograd.grad(out.square().sum(), tensors[0])
+            return forward_ad.unpack_dual(found)
+
+    expected = moved(lambda *t: attention_oracle(*t)[0])
+    actual = moved(lambda *t: tilewise.attention(*t, backend=by))
+    torch.testing.assert_close(actual.primal, expected.primal)
+    torch.testing.assert_close(actual.tangent, expected.tangent)
 
 
 def test_an_outer_transform_sees_a_call_whose_inner_level_holds_it_constant():
