@@ -44,7 +44,11 @@ def dense_tile(block, head, batch, split, sizes, MODE: gl.constexpr):
 
 @gluon.jit
 def locate(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first."""
+    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first.
+
+    Counted from the end, so that a group of fewer heads is the first: the longest tile of a few heads, drawn when
+    the others are done, would leave the machine idle.
+    """
     if MODE.varlen:
         slot = tile // sizes.nheads
         batch = gl.load(pointers.table + 2 * slot + 2)
@@ -52,6 +56,7 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
         return packed_sequence(block, tile - slot * sizes.nheads, batch, pointers, sizes, MODE)
     else:
         split = 0
+        tile = sizes.tiles - 1 - tile
         if MODE.split:
             split = tile % sizes.splits
             tile = tile // sizes.splits
@@ -61,7 +66,7 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
         within = tile % per_group
         head = first + within % width
         batch = head // sizes.nheads
-        block = sizes.blocks - 1 - within // width
+        block = within // width
         return dense_tile(block, head - batch * sizes.nheads, batch, split, sizes, MODE)
 
 
