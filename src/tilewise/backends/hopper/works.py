@@ -9,8 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.arguments import Ring, Rows, Span, Work
-from tilewise.backends.hopper.primitives import LOG2E, TICKETS, key_blocks, new_barriers, packed_sequence
+from tilewise.backends.hopper.arguments import KeyBlocks, Ring, Rows, Span, Work
+from tilewise.backends.hopper.primitives import (
+    LOG2E,
+    TICKETS,
+    blocks_of_rows,
+    key_blocks,
+    new_barriers,
+    packed_sequence,
+)
 
 FIELDS = gl.constexpr(10)
 
@@ -166,6 +173,18 @@ def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE
         slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
     blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
     return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
+
+
+@gluon.jit
+def seen_rows(rows, TILE: gl.constexpr, MODE: gl.constexpr):
+    """The same rows with only those of the tile's blocks that some of them see, at least one."""
+    every = rows.blocks
+    own = blocks_of_rows(rows.work, rows.row0, 64, TILE.block_n, MODE)
+    first = gl.minimum(own.first, every.last - 1)
+    last = gl.maximum(gl.minimum(own.last, every.last), first + 1)
+    full_last = gl.minimum(gl.maximum(own.full_last, first), last)
+    full_first = gl.minimum(gl.maximum(own.full_first, first), full_last)
+    return Rows(rows.work, KeyBlocks(first, full_first, full_last, last), rows.row0, rows.slope_log2)
 
 
 @gluon.jit
