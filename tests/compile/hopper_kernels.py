@@ -64,10 +64,10 @@ def launches(
     **options: Any,
 ) -> list[Wanted]:
     """What forward and backward of one call would launch; fp8 has a forward, here with descales."""
-    lead, lead_k = ((300,), (300,)) if varlen else ((2, rows), (2, keys))
+    lead, lead_k = ((rows,), (rows,)) if varlen else ((2, rows), (2, keys))
     q, dout = (torch.empty(*lead, 4, dim, dtype=dtype) for dim in (headdim, headdim_v))
     k, v = (torch.empty(*lead_k, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
-    offsets = torch.tensor([0, 100, 300], dtype=torch.int32) if varlen else None
+    offsets = torch.tensor([0, rows // 3, rows], dtype=torch.int32) if varlen else None
     plain = dict.fromkeys(Arguments._fields) | {
         "causal": "none",
         "softcap": 0.0,

@@ -190,6 +190,32 @@ def test_splits(changes: dict[str, Any], splits: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "block_m"),
+    [
+        ({}, 192),
+        ({"causal": "bottom_right"}, 128),
+        ({"causal": "bottom_right", "seqlen_q": 2048, "seqlen_k": 2048}, 192),
+        ({"seqlen_q": 128, "seqlen_k": 9000}, 128),
+        ({"window_left": 500, "window_right": 0, "seqlen_q": 9000, "seqlen_k": 9000}, 128),
+        ({"softcap": 5.0}, 128),
+        ({"varlen": True, "batch": 4, "total_q": 6000, "total_k": 6000}, 192),
+        ({"varlen": True, "batch": 4, "total_q": 400, "total_k": 6000}, 128),
+        ({"varlen": True, "batch": 9, "total_q": 6000, "total_k": 6000, "causal": "top_left"}, 128),
+        ({"varlen": True, "batch": 4, "total_q": 6000, "total_k": 6000, "window_left": 100}, 128),
+    ],
+)
+def test_headdim_64_takes_three_warpgroups_for_many_keys(changes: dict[str, Any], block_m: int) -> None:
+    sizes = {"headdim": 64, "headdim_v": 64, "seqlen_q": 1024, "seqlen_k": 1024}
+    assert tiles.forward_tile(problem(**(sizes | changes))).block_m == block_m
+
+
+def test_two_consumers_take_turns_where_tiles_differ() -> None:
+    assert not tiles.forward_tile(problem()).turns
+    assert tiles.forward_tile(problem(causal="bottom_right")).turns
+    assert tiles.forward_tile(problem(varlen=True, total_q=600, total_k=600)).turns
+
+
+@pytest.mark.parametrize(
     ("headdim", "headdim_v", "rows", "expected"),
     [
         (64, 64, 300, (128, 64, 64)),
@@ -207,7 +233,7 @@ def test_splits(changes: dict[str, Any], splits: int) -> None:
 def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[int, int, int]) -> None:
     tile = tiles.forward_tile(problem(headdim=headdim, headdim_v=headdim_v, seqlen_q=rows, seqlen_k=rows))
     assert (tile.block_m, tile.block_d, tile.block_dv) == expected
-    assert tile.queries_barrier + tile.consumers <= 16  # named barriers of a CTA
+    assert tile.turns_barrier + (tile.consumers if tile.turns else 0) <= 16  # named barriers of a CTA
     assert tile.parts * tile.part_d >= tile.block_d
     assert tile.wide + tile.narrow == tile.block_dv <= tile.box_dv
 

@@ -82,6 +82,8 @@ class ForwardTile(NamedTuple):
     out_parts: int  # out leaves in so many goes, for want of shared memory
     lazy: bool  # the maximum follows only what outgrows it a lot, and a warp without such a row leaves out as it is
     votes: bool = False  # lazy, and a warp without such a row does not even compare its threads' maxima
+    pinned: bool = True  # the wait for p v stays behind the exponentials in full blocks too, not only in masked ones
+    turns: bool = False  # the consumers start their products in turn
 
     @property
     def block_m(self) -> int:
@@ -102,6 +104,11 @@ class ForwardTile(NamedTuple):
     def queries_barrier(self) -> int:
         """The same of q."""
         return self.values_barrier + self.stages
+
+    @property
+    def turns_barrier(self) -> int:
+        """First of those at which the consumers take turns."""
+        return self.queries_barrier + self.consumers
 
     @property
     def parts(self) -> int:

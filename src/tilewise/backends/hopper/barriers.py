@@ -49,8 +49,9 @@ def pin(sums):
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred on; setp.geu.f32 on, $2, 0f00000000; setp.geu.and.f32 on, $3, 0f00000000, on;"
-        " AGAIN: @on bra ON; nanosleep.u32 1; bra AGAIN; ON: mov.f32 $0, $2; mov.f32 $1, $3; }", "=f,=f,f,f", [sums],
-        dtype=gl.float32, is_pure=False, pack=2,
+        " vote.sync.all.pred on, on, 0xffffffff;"
+        " AGAIN: @on bra ON; nanosleep.u32 1; bra AGAIN; ON: mov.f32 $0, $2; mov.f32 $1, $3; }",
+        "=f,=f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 

@@ -9,15 +9,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import (
     count_tiles,
-    draw,
+    drawn,
     key_blocks,
     matrix,
     publish,
     rows_at,
+    take_ticket,
 )
-from tilewise.backends.hopper.rings import fill, let_go, new_slots, place
-from tilewise.backends.hopper.softmax import finish_rows
-from tilewise.backends.hopper.walk import await_product, real_channels, start_product, walk
+from tilewise.backends.hopper.rings import begin_turns, fill, new_slots, place
+from tilewise.backends.hopper.walk import first_block, last_product, leave_out, real_channels, walk
 from tilewise.backends.hopper.works import (
     await_block,
     new_works,
@@ -25,6 +25,7 @@ from tilewise.backends.hopper.works import (
     publish_tile,
     read_work,
     rows_of,
+    seen_rows,
     sink_of,
 )
 
@@ -34,7 +35,7 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, si
              TILE: gl.constexpr):
     """Fetches the q and the k and v blocks, last block first, of every tile, and draws and announces the next one.
 
-    That takes a while, so it comes before the wait for the slot of the last v.
+    The number of the next tile takes a microsecond to come, so it is asked for a few blocks before it is needed.
     """
     BLOCK_M: gl.constexpr = TILE.block_m
     CONSUMERS: gl.constexpr = TILE.consumers
@@ -49,19 +50,23 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, si
         work = peek_work(works, n, await_block(works, n), sizes, MODE)
         head_k = work.head // sizes.group
         blocks = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
+        count = blocks.last - blocks.first
         first_key = work.split * sizes.split_keys
         for c in gl.static_range(CONSUMERS):
             row = work.block * BLOCK_M + c * 64
             fill(q_ring, c, n, TILE.queries_barrier, 160, q_desc, work.q, work.head, row, MODE, PARTS)
         n += 1
-        for t in range(0, blocks.last - blocks.first):
+        ticket = 0
+        for t in range(0, count):
             row = first_key + (blocks.last - 1 - t) * TILE.block_n
-            slot, count = place(it, TILE.stages)
-            fill(k_ring, slot, count, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, PARTS)
-            if t == blocks.last - blocks.first - 1:
-                tile = draw(pointers.ticket, tiles)
+            slot, filled = place(it, TILE.stages)
+            if t == gl.maximum(count - 3, 0):
+                ticket = take_ticket(pointers.ticket, tiles)
+            fill(k_ring, slot, filled, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, PARTS)
+            if t == count - 1:
+                tile = drawn(ticket)
                 publish_tile(works, n, tile, tiles, pointers, sizes, MODE)
-            fill(v_ring, slot, count, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
+            fill(v_ring, slot, filled, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
             it += 1
 
 
@@ -157,18 +162,26 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, sc
     DTYPE: gl.constexpr = o_desc.dtype
     n = 0
     it = 0
+    begin_turns(INDEX, TILE)
     block = await_block(works, 0)
     while block >= 0:
         work = read_work(works, n, block, sizes, MODE)
         rows = rows_of(work, pointers, sizes, INDEX, MODE, TILE)
+        every = rows.blocks
+        if MODE.lower or MODE.upper:
+            rows = seen_rows(rows, TILE, MODE)
         sink_log2 = sink_of(work, pointers, sizes, MODE)
+        if MODE.upper:
+            it = leave_out(it, every.last - rows.blocks.last, k_ring, v_ring, INDEX, TILE)
         q = take_q(q_ring, n, INDEX, TILE)
-        p, o, row_max, row_sum = walk(it, q, k_ring, v_ring, rows, scalars, DTYPE, INDEX, MODE, TILE)
+        p, row_max, row_sum = first_block(it, q, k_ring, rows, scalars, DTYPE, INDEX, MODE, TILE)
+        p, o, row_max, row_sum = walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE, INDEX, MODE,
+                                      TILE)
         it += rows.blocks.last - rows.blocks.first
-        o = start_product(p, v_ring, it - 1, o, TILE)
-        lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
-        o = await_product(o, TILE)
-        let_go(it - 1, TILE.values_barrier, TILE)
+        o, lse, factor = last_product(it, p, o, row_max, row_sum, v_ring, sink_log2, scalars, DTYPE, INDEX, MODE,
+                                      TILE)
+        if MODE.lower:
+            it = leave_out(it, rows.blocks.first - every.first, k_ring, v_ring, INDEX, TILE)
         store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1
         block = await_block(works, n)

@@ -120,6 +120,28 @@ def draw(ticket_ptr, tiles):
 
 
 @gluon.jit
+def take_ticket(ticket_ptr, tiles):
+    """Take the next tile, by one lane of a warp; ``drawn`` tells which, and nothing waits for the number before.
+
+    The counter is back at 0 after the last ticket. A sum would not do: the assembler hands it to all lanes at once.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 lane, last; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.u32 $0, 0;"
+        " cvt.u32.u64 last, $2; @first atom.global.relaxed.gpu.inc.u32 $0, [$1], last; }", "=&r,l,l",
+        [ticket_ptr.to(gl.int64), (tiles - 1).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def drawn(ticket):
+    """The tile that ``take_ticket`` took."""
+    number = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
 def draw_ticket(tickets, ticket_ptr, n, tiles):
     """Producer: take the next tile and publish it."""
     tile = draw(ticket_ptr, tiles)
@@ -171,12 +193,18 @@ def packed_sequence(block, head, batch, pointers, sizes, MODE: gl.constexpr):
 
 @gluon.jit
 def key_blocks(work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr):
-    """Key blocks [first, last) of a query tile, at least one, of which [full_first, full_last) need no mask.
+    """Key blocks of a query tile."""
+    return blocks_of_rows(work, work.block * BLOCK_M, BLOCK_M, BLOCK_N, MODE)
 
-    A ragged end and a causal or right bound make the last blocks partial, a left bound the first.
+
+@gluon.jit
+def blocks_of_rows(work, m_begin, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr):
+    """Key blocks [first, last) of a tile's ROWS rows from ``m_begin`` on, at least one.
+
+    Of them [full_first, full_last) need no mask: a ragged end and a causal or right bound make the last blocks partial,
+    a left bound the first.
     """
-    m_begin = work.block * BLOCK_M
-    m_end = gl.minimum(m_begin + BLOCK_M, work.q.length)
+    m_end = gl.minimum(m_begin + ROWS, work.q.length)
     begin = 0
     end = work.k.length
     full_begin = 0

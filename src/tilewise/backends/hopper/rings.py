@@ -45,3 +45,24 @@ def let_go(it, BARRIER: gl.constexpr, TILE: gl.constexpr):
     """Consumer: the ``it``-th tile of the ring whose slots are let go from BARRIER on has been read."""
     slot, _ = place(it, TILE.stages)
     tell(BARRIER + slot, 128 * TILE.consumers + 32)
+
+
+@gluon.jit
+def begin_turns(INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Consumer, once: the first turn is the first one's."""
+    if (INDEX + 1) % TILE.consumers == 0:
+        pass_turn(INDEX, TILE)
+
+
+@gluon.jit
+def await_turn(INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Consumer: wait until its products come next, so that the softmax of one runs under the products of the other."""
+    if TILE.turns:
+        await_all(TILE.turns_barrier + INDEX, 256)
+
+
+@gluon.jit
+def pass_turn(INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Consumer: the next one's products may follow."""
+    if TILE.turns:
+        tell(TILE.turns_barrier + (INDEX + 1) % TILE.consumers, 256)

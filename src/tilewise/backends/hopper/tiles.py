@@ -19,28 +19,28 @@ MERGE_BLOCKS = 4  # a second launch
 
 # (block_d, block_dv) -> tile; percentages are of one process on an H200
 _FORWARD = {
-    # for short sequences, of which 192 rows waste more (-31 % at 1024 causal, -5 % at 4096 causal, +2 % at 4096 full);
-    # a lazy maximum lost 3 to 7 %, a cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
-    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False),
+    # for few keys, where three warpgroups with their 192 rows lose 7 %: see _MANY_64; a lazy maximum lost 3 to 7 %, a
+    # cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
+    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False, pinned=False),
     # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
     (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
     (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=False),
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
     # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
-    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True),
+    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, pinned=False),
     # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
     (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
     # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
-    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
-    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
+    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
 }
 # the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
-# maxima: +5 % full and +6 % causal at 16384; against two warpgroups +11 % full and -2 % causal at 4096
-_LONG_64 = ForwardTile(128, 64, 64, 4, 3, 160, q_in_registers=False, out_parts=1, lazy=True, votes=True)
-LONG = 3072  # kept keys of a query; between what was measured
+# maxima. Against two warpgroups +6 % full and +12 % causal at 4096, +5 % full at 1024, -7 % causal there
+_MANY_64 = ForwardTile(128, 64, 64, 4, 3, 160, q_in_registers=False, out_parts=1, lazy=True, votes=True, pinned=False)
+MANY = 700  # kept keys of a query; between what was measured
 _FP8 = {
     (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
@@ -99,18 +99,30 @@ def block_of(dim: int) -> int:
 
 
 def keys_of_query(problem: Problem) -> float:
-    """Keys that a query sees, on average; 0 for short or packed sequences, whose last tiles are not full."""
-    if problem.varlen or problem.seqlen_q < 4096:
-        return 0
-    return kept_pairs(band(problem), problem.seqlen_q, problem.seqlen_k) / problem.seqlen_q
+    """Keys that a query sees, on average; of packed sequences, whose lengths only the device knows, an estimate."""
+    if not problem.varlen:
+        return kept_pairs(band(problem), problem.seqlen_q, problem.seqlen_k) / max(1, problem.seqlen_q)
+    keys = problem.total_k / max(1, problem.batch) / (2 if problem.causal else 1)
+    return keys if problem.window_left is None else min(keys, problem.window_left)
+
+
+def fills(problem: Problem, block_m: int, waste: float) -> bool:
+    """Whether tiles of so many rows have at most ``waste`` times as many rows as the smallest, of 128."""
+    rows = problem.total_q // max(1, problem.batch) if problem.varlen else problem.seqlen_q
+    return -(-rows // block_m) * block_m <= waste * -(-rows // 128) * 128
 
 
 def forward_tile(problem: Problem) -> ForwardTile:
-    """The forward's tile: of those that hold the head dimensions the one with the smallest products."""
+    """The forward's tile: of those that hold the head dimensions the one with the smallest products.
+
+    Where tiles have different numbers of blocks, two consumers start their products in turn: +1 to +4 % causal and
+    packed, -1 % elsewhere.
+    """
     dims = problem.headdim, problem.headdim_v
-    if max(dims) <= 64 and keys_of_query(problem) >= LONG and not problem.softcap:  # a cap takes more registers
-        return _LONG_64
-    return _FORWARD[min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)]
+    if max(dims) <= 64 and keys_of_query(problem) >= MANY and fills(problem, 192, 1.125) and not problem.softcap:
+        return _MANY_64
+    tile = _FORWARD[min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)]
+    return tile._replace(turns=tile.consumers == 2 and (problem.varlen or mode_of(problem).upper))
 
 
 def fp8_tile(problem: Problem) -> Fp8Tile:

@@ -1,7 +1,8 @@
 """A query tile's walk over its key blocks, last to first, so that a causal tile starts on its diagonal.
 
 The product q k^T of the next block and this one's with v are under way together, and the softmax runs under the
-second. p stays out of the waits' operands: there every 16-bit value takes a register of its own.
+second. p is carried as words and stays out of the waits' operands: there every 16-bit value takes a register of its
+own. It becomes words behind the wait for the product before, or the assembler runs all products one after the other.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tilewise.backends.hopper.barriers import pin, tell_if
 from tilewise.backends.hopper.primitives import matrix
-from tilewise.backends.hopper.rings import let_go, place
-from tilewise.backends.hopper.softmax import block_scores, exponentials, new_max, partial_sums, rescaled
+from tilewise.backends.hopper.rings import await_turn, let_go, pass_turn, place
+from tilewise.backends.hopper.softmax import block_scores, exponentials, finish_rows, new_max, partial_sums, rescaled
 
 
 @gluon.jit
@@ -90,18 +91,37 @@ def let_go_scored(it, last, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(p, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Probabilities as the left operand of the product with v; no data moves."""
+def as_words(p, DTYPE: gl.constexpr):
+    """Probabilities of 16 bits, two neighbours a word: carried through loops one by one, each would take a register."""
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    TEXT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE.name == "bf16" else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(TEXT, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_operand(words, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Words of probabilities as the left operand of the product with v. Moves nothing.
+
+    Two words of a thread, of rows 8 apart, become two registers of two numbers; whose row and whose column are named by
+    each other's place, and change names again.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.wide, 16])
-    return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+    WORDS: gl.constexpr = words.shape[1]
+    upper, lower = gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+    )
+    p = gl.join(upper, lower).reshape([4, 2, 8, WORDS, 2]).permute([0, 4, 2, 3, 1]).reshape([64, 2 * WORDS])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True).to(DTYPE, bitcast=True)
 
 
 @gluon.jit
 def first_block(it, q, k_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr, MODE: gl.constexpr,
                 TILE: gl.constexpr):
-    """Block 0, with nothing to run beside its products."""
+    """A tile's first block, with nothing to run beside its product."""
     blocks = rows.blocks
+    await_turn(INDEX, TILE)
     s = start_scores(q, k_ring, it, TILE)
+    pass_turn(INDEX, TILE)
     s = warpgroup_mma_wait(0, deps=(s,))
     let_go_scored(it, blocks.last - blocks.first == 1, INDEX, TILE)
     LAYOUT: gl.constexpr = s.type.layout
@@ -111,36 +131,90 @@ def first_block(it, q, k_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.con
         s, row_max, rows.row0, blocks.last - 1, blocks, rows.slope_log2, rows.work, scalars, True, MODE, TILE
     )
     p, row_sum = exponentials(x, rescale, row_sum)
-    return as_operand(p, DTYPE, TILE), row_max, row_sum
+    return as_words(p, DTYPE), row_max, row_sum
 
 
 @gluon.jit
-def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr,
-         MODE: gl.constexpr, TILE: gl.constexpr):
+def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIAL: gl.constexpr, DTYPE: gl.constexpr,
+         INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """Block t + 1: its whole softmax runs under block t's product with v."""
     blocks = rows.blocks
+    await_turn(INDEX, TILE)
     s = start_scores(q, k_ring, it + 1, TILE)
-    o = start_product(p, v_ring, it, o, TILE)
+    o = start_product(as_operand(p, DTYPE, TILE), v_ring, it, o, TILE)
+    pass_turn(INDEX, TILE)
     s = await_scores(s, TILE)
     let_go_scored(it + 1, t + 2 == blocks.last - blocks.first, INDEX, TILE)
     x, rescale, row_max = block_scores(
-        s, row_max, rows.row0, blocks.last - 2 - t, blocks, rows.slope_log2, rows.work, scalars,
-        MODE.lower or MODE.upper, MODE, TILE,
-    )  # fmt: skip
+        s, row_max, rows.row0, blocks.last - 2 - t, blocks, rows.slope_log2, rows.work, scalars, PARTIAL, MODE, TILE
+    )
     p_new, row_sum = exponentials(x, rescale, row_sum)
-    row_sum = pin(row_sum)
+    if TILE.pinned or PARTIAL:
+        row_sum = pin(row_sum)
     o = await_product(o, TILE)
     let_go(it, TILE.values_barrier, TILE)
-    return as_operand(p_new, DTYPE, TILE), [rescaled(part, rescale, TILE) for part in o], row_max, row_sum
+    return as_words(p_new, DTYPE), [rescaled(part, rescale, TILE) for part in o], row_max, row_sum
 
 
 @gluon.jit
-def walk(it, q, k_ring, v_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr, MODE: gl.constexpr,
-         TILE: gl.constexpr):
-    """All blocks, up to the last one's product with v, which is left to the caller."""
-    p, row_max, row_sum = first_block(it, q, k_ring, rows, scalars, DTYPE, INDEX, MODE, TILE)
-    o = zero_out(TILE)
-    for t in range(0, rows.blocks.last - rows.blocks.first - 1):
-        p, o, row_max, row_sum = step(t, it + t, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE,
-                                      INDEX, MODE, TILE)
+def steps(begin, end, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIAL: gl.constexpr,
+          DTYPE: gl.constexpr, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Steps [begin, end) of a tile, of which some may need the mask (PARTIAL) or none does."""
+    for t in range(begin, end):
+        p, o, row_max, row_sum = step(t, it + t, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIAL,
+                                      DTYPE, INDEX, MODE, TILE)
     return p, o, row_max, row_sum
+
+
+@gluon.jit
+def walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr,
+         MODE: gl.constexpr, TILE: gl.constexpr):
+    """All blocks but the first, up to the last one's product with v, which is left to the caller.
+
+    Those that need no mask have a loop of their own, without a branch to the mask, unless that takes registers that the
+    scores' own pass or a mask at both ends of three warpgroups leave none of.
+    """
+    LOOPS: gl.constexpr = MODE.raw_scale and not (MODE.lower and TILE.consumers == 3)
+    last = rows.blocks.last - 1
+    o = zero_out(TILE)
+    begin = 0
+    end = last - rows.blocks.first
+    if LOOPS and MODE.upper:
+        begin = gl.maximum(last - rows.blocks.full_last, 0)
+        p, o, row_max, row_sum = steps(0, begin, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, True,
+                                       DTYPE, INDEX, MODE, TILE)
+    if LOOPS and MODE.lower:
+        end = gl.maximum(last - rows.blocks.full_first, begin)
+    p, o, row_max, row_sum = steps(begin, end, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars,
+                                   not LOOPS and (MODE.lower or MODE.upper), DTYPE, INDEX, MODE, TILE)
+    if LOOPS and MODE.lower:
+        p, o, row_max, row_sum = steps(end, last - rows.blocks.first, it, q, p, o, row_max, row_sum, k_ring, v_ring,
+                                       rows, scalars, True, DTYPE, INDEX, MODE, TILE)
+    return p, o, row_max, row_sum
+
+
+@gluon.jit
+def last_product(it, p, o, row_max, row_sum, v_ring, sink_log2, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr,
+                 MODE: gl.constexpr, TILE: gl.constexpr):
+    """The accumulator after a tile's last product with v; lse, and the factor that makes out of it."""
+    await_turn(INDEX, TILE)
+    o = start_product(as_operand(p, DTYPE, TILE), v_ring, it - 1, o, TILE)
+    pass_turn(INDEX, TILE)
+    lse, factor = finish_rows(row_max, row_sum, sink_log2, scalars, MODE)
+    o = await_product(o, TILE)
+    let_go(it - 1, TILE.values_barrier, TILE)
+    return o, lse, factor
+
+
+@gluon.jit
+def leave_out(it, count, k_ring, v_ring, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Let ``count`` blocks go that other rows of the tile see, but not these; the number of the block after them."""
+    for t in range(it, it + count):
+        slot, phase = place(t, TILE.stages)
+        await_turn(INDEX, TILE)
+        pass_turn(INDEX, TILE)
+        mbarrier.wait(k_ring.full.index(slot), phase & 1)
+        let_go(t, TILE.keys_barrier, TILE)
+        mbarrier.wait(v_ring.full.index(slot), phase & 1)
+        let_go(t, TILE.values_barrier, TILE)
+    return it + count

@@ -9,8 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.arguments import Ring, Rows, Span, Work
-from tilewise.backends.hopper.primitives import LOG2E, TICKETS, key_blocks, new_barriers, packed_sequence
+from tilewise.backends.hopper.arguments import KeyBlocks, Ring, Rows, Span, Work
+from tilewise.backends.hopper.primitives import (
+    LOG2E,
+    TICKETS,
+    blocks_of_rows,
+    key_blocks,
+    new_barriers,
+    packed_sequence,
+)
 
 FIELDS = gl.constexpr(10)
 
@@ -44,7 +51,11 @@ def dense_tile(block, head, batch, split, sizes, MODE: gl.constexpr):
 
 @gluon.jit
 def locate(tile, pointers, sizes, MODE: gl.constexpr):
-    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first."""
+    """Tile number to tile: heads in groups that share L2; in a group the last block, the longest if causal, first.
+
+    Counted from the end, so that a group of fewer heads is the first: the longest tile of a few heads, drawn when
+    the others are done, would leave the machine idle.
+    """
     if MODE.varlen:
         slot = tile // sizes.nheads
         batch = gl.load(pointers.table + 2 * slot + 2)
@@ -52,6 +63,7 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
         return packed_sequence(block, tile - slot * sizes.nheads, batch, pointers, sizes, MODE)
     else:
         split = 0
+        tile = sizes.tiles - 1 - tile
         if MODE.split:
             split = tile % sizes.splits
             tile = tile // sizes.splits
@@ -61,7 +73,7 @@ def locate(tile, pointers, sizes, MODE: gl.constexpr):
         within = tile % per_group
         head = first + within % width
         batch = head // sizes.nheads
-        block = sizes.blocks - 1 - within // width
+        block = within // width
         return dense_tile(block, head - batch * sizes.nheads, batch, split, sizes, MODE)
 
 
@@ -161,6 +173,18 @@ def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE
         slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
     blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
     return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
+
+
+@gluon.jit
+def seen_rows(rows, TILE: gl.constexpr, MODE: gl.constexpr):
+    """The same rows with only those of the tile's blocks that some of them see, at least one."""
+    every = rows.blocks
+    own = blocks_of_rows(rows.work, rows.row0, 64, TILE.block_n, MODE)
+    first = gl.minimum(own.first, every.last - 1)
+    last = gl.maximum(gl.minimum(own.last, every.last), first + 1)
+    full_last = gl.minimum(gl.maximum(own.full_last, first), last)
+    full_first = gl.minimum(gl.maximum(own.full_first, first), full_last)
+    return Rows(rows.work, KeyBlocks(first, full_first, full_last, last), rows.row0, rows.slope_log2)
 
 
 @gluon.jit
