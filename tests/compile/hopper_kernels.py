@@ -112,7 +112,7 @@ def machine(wanted: Wanted, folder: Path) -> Machine:
 
 
 def _local_accesses_in_loops(sass: str) -> int:
-    """Loads and stores of local memory in innermost loops that hold matrix products."""
+    """Loads and stores of local memory in loops of matrix products; a wait is a loop as well, and lies inside them."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
@@ -125,9 +125,6 @@ def _local_accesses_in_loops(sass: str) -> int:
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
         if jump and labels.get(jump[1], end) < end:
             loops.append((labels[jump[1]], end))
-    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    return sum(
-        sum("LDL" in text or "STL" in text for text in code[a:b])
-        for a, b in inner
-        if any("GMMA" in text for text in code[a:b])
-    )
+    hot = [(a, b) for a, b in loops if any("GMMA" in text for text in code[a:b])]
+    inner = [(a, b) for a, b in hot if not any((c, d) != (a, b) and a <= c and d <= b for c, d in hot)]
+    return sum("LDL" in text or "STL" in text for a, b in inner for text in code[a:b])
