@@ -112,7 +112,10 @@ def machine(wanted: Wanted, folder: Path) -> Machine:
 
 
 def _local_accesses_in_loops(sass: str) -> int:
-    """Loads and stores of local memory in loops of matrix products; a wait is a loop as well, and lies inside them."""
+    """Loads and stores of local memory in the innermost loops of matrix products that store nothing of a tile.
+
+    A wait is a loop as well, and lies inside them.
+    """
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
@@ -125,6 +128,7 @@ def _local_accesses_in_loops(sass: str) -> int:
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
         if jump and labels.get(jump[1], end) < end:
             loops.append((labels[jump[1]], end))
-    hot = [(a, b) for a, b in loops if any("GMMA" in text for text in code[a:b])]
-    inner = [(a, b) for a, b in hot if not any((c, d) != (a, b) and a <= c and d <= b for c, d in hot)]
-    return sum("LDL" in text or "STL" in text for a, b in inner for text in code[a:b])
+    loops = [(a, b) for a, b in loops if any("GMMA" in text for text in code[a:b])]
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    steps = [(a, b) for a, b in inner if not any("STG" in text for text in code[a:b])]
+    return sum("LDL" in text or "STL" in text for a, b in steps for text in code[a:b])

@@ -30,7 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "varlen": True,
     },
 }
-# the same for sizes at which headdim 64 takes three warpgroups
+# the same for sizes at which headdims of 64 to 96 take three warpgroups
 MANY_KEYS: dict[str, dict[str, Any]] = {
     "many_full": {"rows": 1100, "keys": 2100},
     "many_causal": FEATURES["causal"] | {"rows": 1100, "keys": 2100},
@@ -39,17 +39,23 @@ MANY_KEYS: dict[str, dict[str, Any]] = {
     "many_ranges": FEATURES["ranges"] | {"rows": 384},
     "many_packed": FEATURES["packed"] | {"rows": 3000},
 }
+# and for windows of a few blocks: more than that, and with a sink
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window_1000": FEATURES["causal"] | {"window_left": 1000, "rows": 1100, "keys": 2100},
+    "window_sink": FEATURES["causal"] | {"window_left": 100, "sink": True},
+}
 QUICK = ("causal", "everything", "many_causal")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {"window": 8, "alibi_sink": 16, "softcap": 110, "everything": 600}
 COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile
-DIMS = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (192, 192))
+DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (256, 256), (192, 128), (192, 192))
 
 
 def cases() -> list[Any]:
     """Every tile with every feature; those that only repeat what a quick one shows are slow."""
     rows = [(*dims, BF16, name) for dims in DIMS for name in FEATURES]
-    rows += [(128, 128, FP16, "causal"), *((64, 64, BF16, name) for name in MANY_KEYS)]
+    rows += [(128, 128, FP16, "causal"), *((dim, dim, BF16, name) for dim in (64, 80, 96) for name in MANY_KEYS)]
+    rows += [(dim, dim, BF16, name) for dim in (64, 128) for name in WINDOWS]
     return [
         pytest.param(*row, id=f"{row[0]}-{row[1]}-{str(row[2]).removeprefix('torch.')}-{row[3]}",
                      marks=[] if row[3] in QUICK and row[2] == BF16 else [pytest.mark.slow])
@@ -60,7 +66,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("headdim", "headdim_v", "dtype", "name"), cases())
 def test_machine_code(headdim: int, headdim_v: int, dtype: torch.dtype, name: str, tmp_path: Path) -> None:
     """Shared memory fits, no product waits for the one before it, and no hot loop of a plain problem spills."""
-    for wanted in launches(headdim, headdim_v, dtype, **(FEATURES | MANY_KEYS)[name]):
+    for wanted in launches(headdim, headdim_v, dtype, **(FEATURES | MANY_KEYS | WINDOWS)[name]):
         found = machine(wanted, tmp_path)
         where = f"{wanted.kernel.__name__}: {found}"
         assert found.shared <= SHARED_MEMORY, where

@@ -196,7 +196,6 @@ def test_splits(changes: dict[str, Any], splits: int) -> None:
         ({"causal": "bottom_right"}, 128),
         ({"causal": "bottom_right", "seqlen_q": 2048, "seqlen_k": 2048}, 192),
         ({"seqlen_q": 128, "seqlen_k": 9000}, 128),
-        ({"window_left": 500, "window_right": 0, "seqlen_q": 9000, "seqlen_k": 9000}, 128),
         ({"softcap": 5.0}, 128),
         ({"varlen": True, "batch": 4, "total_q": 6000, "total_k": 6000}, 192),
         ({"varlen": True, "batch": 4, "total_q": 400, "total_k": 6000}, 128),
@@ -207,6 +206,34 @@ def test_splits(changes: dict[str, Any], splits: int) -> None:
 def test_headdim_64_takes_three_warpgroups_for_many_keys(changes: dict[str, Any], block_m: int) -> None:
     sizes = {"headdim": 64, "headdim_v": 64, "seqlen_q": 1024, "seqlen_k": 1024}
     assert tiles.forward_tile(problem(**(sizes | changes))).block_m == block_m
+
+
+@pytest.mark.parametrize(
+    ("headdim", "changes", "tile"),
+    [
+        (96, {}, (192, 128, 96)),
+        (96, {"causal": "bottom_right"}, (192, 128, 96)),
+        (96, {"seqlen_k": 1400}, (128, 128, 96)),
+        (96, {"seqlen_q": 128}, (128, 128, 96)),
+        (88, {}, (192, 128, 96)),
+        (72, {}, (192, 128, 80)),
+        (80, {"softcap": 5.0}, (128, 128, 80)),
+        (160, {}, (128, 64, 160)),
+        (168, {}, (128, 64, 192)),
+        (128, {"window_left": 127, "window_right": 0}, (192, 64, 128)),
+        (128, {"window_left": 2000, "causal": "bottom_right"}, (192, 64, 128)),
+        (128, {"window_left": 4095, "window_right": 0, "seqlen_q": 16384, "seqlen_k": 16384}, (192, 64, 128)),
+        (128, {"window_left": 8191, "window_right": 0, "seqlen_q": 16384, "seqlen_k": 16384}, (128, 128, 128)),
+        (128, {"window_left": 127, "alibi": True}, (128, 128, 128)),
+        (64, {"window_left": 127, "window_right": 0}, (192, 64, 64)),
+    ],
+)
+def test_tile_of_a_problem(headdim: int, changes: dict[str, Any], tile: tuple[int, int, int]) -> None:
+    """Rows, keys and channels of a tile."""
+    sizes = {"headdim": headdim, "headdim_v": headdim, "seqlen_q": 4096, "seqlen_k": 4096}
+    found = tiles.forward_tile(problem(**(sizes | changes)))
+    assert (found.block_m, found.block_n, found.block_d) == tile
+    assert found.block_dv == found.block_d
 
 
 def test_two_consumers_take_turns_where_tiles_differ() -> None:

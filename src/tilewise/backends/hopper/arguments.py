@@ -84,6 +84,8 @@ class ForwardTile(NamedTuple):
     votes: bool = False  # lazy, and a warp without such a row does not even compare its threads' maxima
     pinned: bool = True  # the wait for p v stays behind the exponentials in full blocks too, not only in masked ones
     turns: bool = False  # the consumers start their products in turn
+    halved: bool = False  # half of the next scores start beside p v, the others in the registers that p leaves
+    one_loop: bool = False  # windows: one for full blocks too, which takes less registers, and less code to fetch
 
     @property
     def block_m(self) -> int:
@@ -112,7 +114,7 @@ class ForwardTile(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Boxes that q and k come in: one if ``block_d`` is a power of two, else of 64 channels, the last half full."""
+        """Boxes that q and k come in: one if ``block_d`` is a power of two, else of 64 channels, the last cut short."""
         return 1 if self.block_d & (self.block_d - 1) == 0 else -(-self.block_d // 64)
 
     @property
@@ -127,7 +129,7 @@ class ForwardTile(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """Columns of the accumulator, or of the larger of the two that three quarters of a power of two fall into."""
+        """Columns of the accumulator, or of the larger of the two that no power of two falls into."""
         return self.block_dv if self.block_dv == self.box_dv else self.box_dv // 2
 
     @property

@@ -16,8 +16,9 @@ from tilewise.backends.hopper.primitives import (
     rows_at,
     take_ticket,
 )
+from tilewise.backends.hopper.products import real_channels
 from tilewise.backends.hopper.rings import begin_turns, fill, new_slots, place
-from tilewise.backends.hopper.walk import first_block, last_product, leave_out, real_channels, walk
+from tilewise.backends.hopper.walk import first_block, last_product, leave_out, walk
 from tilewise.backends.hopper.works import (
     await_block,
     new_works,

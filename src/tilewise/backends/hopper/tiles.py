@@ -19,28 +19,52 @@ MERGE_BLOCKS = 4  # a second launch
 
 # (block_d, block_dv) -> tile; percentages are of one process on an H200
 _FORWARD = {
-    # for few keys, where three warpgroups with their 192 rows lose 7 %: see _MANY_64; a lazy maximum lost 3 to 7 %, a
+    # for few keys, where three warpgroups with their 192 rows lose 7 %: see _MANY; a lazy maximum lost 3 to 7 %, a
     # cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
     (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False, pinned=False),
     # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
     (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
-    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=False),
+    # for few keys: see _MANY; with q in registers the two products get into each other's way, -6 % full at 1024
+    (80, 80): ForwardTile(128, 80, 80, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, pinned=False, turns=True),
+    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, pinned=False, turns=True),
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
     # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
     (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, pinned=False),
-    # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
-    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    # three boxes of 64 channels, not a tile of 256 and half the keys; room for half of out; q in registers and votes
+    # +5 % causal and +7 % full at 16384
+    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, True, out_parts=2, lazy=True, votes=True, pinned=False),
     (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
+    # without the padding to 192 +10 %
+    (160, 160): ForwardTile(64, 160, 160, 2, 2, 240, q_in_registers=True, out_parts=2, lazy=True, pinned=False),
     # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
     # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
     (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
 }
+# where tiles have different numbers of blocks: +5 % causal at 16384, +25 % at 4096. In full ones the assembler lets the
+# free wait stand before the softmax (-11 %)
+_CAUSAL = {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, pinned=False)}
 # the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
-# maxima. Against two warpgroups +6 % full and +12 % causal at 4096, +5 % full at 1024, -7 % causal there
-_MANY_64 = ForwardTile(128, 64, 64, 4, 3, 160, q_in_registers=False, out_parts=1, lazy=True, votes=True, pinned=False)
-MANY = 700  # kept keys of a query; between what was measured
+# maxima. (block_d, block_dv) -> kept keys of a query, between what was measured, from which on it does; and the tile
+_MANY = {
+    # against two warpgroups +6 % full and +12 % causal at 4096, +5 % full at 1024, -7 % causal there
+    (64, 64): (700, ForwardTile(128, 64, 64, 4, 3, 160, False, 1, True, votes=True, pinned=False, one_loop=True)),
+    # against two +11 % causal and +9 % full at 16384, -1 % causal at 2048, -2 % full at 1024. Half of the scores are
+    # beside p v, for want of registers; all of them after it, -3 % causal and -2 % full
+    (80, 80): (1500, _FORWARD[80, 80]._replace(consumers=3, registers=160, halved=True)),
+    (96, 96): (1500, _FORWARD[96, 96]._replace(consumers=3, registers=160, halved=True)),
+}
+# windows waste less of blocks of 64 keys. (block_d, block_dv) -> kept keys of a query, up to which; and the tile
+_WINDOWS = {
+    # +33 % at 128, +13 % at 1024
+    (64, 64): ((3000, ForwardTile(64, 64, 64, 4, 3, 160, True, 1, lazy=True, votes=True, one_loop=True)),),
+    # +13 to +17 % at 128, with three loops +8 %; +9 % at 256, +11 % at 512 and 1024, +10 % at 4096
+    (128, 128): (
+        (200, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, one_loop=True)),
+        (4000, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, pinned=False)),
+    ),
+}
 _FP8 = {
     (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
@@ -118,11 +142,19 @@ def forward_tile(problem: Problem) -> ForwardTile:
     Where tiles have different numbers of blocks, two consumers start their products in turn: +1 to +4 % causal and
     packed, -1 % elsewhere.
     """
-    dims = problem.headdim, problem.headdim_v
-    if max(dims) <= 64 and keys_of_query(problem) >= MANY and fills(problem, 192, 1.125) and not problem.softcap:
-        return _MANY_64
-    tile = _FORWARD[min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)]
-    return tile._replace(turns=tile.consumers == 2 and (problem.varlen or mode_of(problem).upper))
+    dims, mode = (problem.headdim, problem.headdim_v), mode_of(problem)
+    sides = min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)
+    if fills(problem, 192, 1.125) and not problem.softcap:
+        keys = keys_of_query(problem)
+        if mode.lower and mode.raw_scale and not problem.varlen:
+            for most, tile in _WINDOWS.get(sides, ()):
+                if keys <= most:
+                    return tile
+        if sides in _MANY and keys >= _MANY[sides][0]:
+            return _MANY[sides][1]
+    if problem.varlen or mode.upper:
+        return _CAUSAL.get(sides, _FORWARD[sides])._replace(turns=True)
+    return _FORWARD[sides]
 
 
 def fp8_tile(problem: Problem) -> Fp8Tile:
