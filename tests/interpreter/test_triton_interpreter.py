@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
 from tilewise.testing import Spec, make
 
 
@@ -19,6 +19,20 @@ def test_feature_and_its_gradients(features):
 def test_packed_sequences_and_spare_tokens(features):
     check(Spec(nheads=2, nheads_k=1, lengths_q=(20, 0, 35, 7), lengths_k=(24, 5, 0, 40), spare=3, features=features,
                requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", PACKED[:3], ids=ids)
+def test_packed_sequences_of_one_set_of_offsets(features):
+    lengths = (20, 15, 0, 35, 16, 7)
+    shape = {"nheads": 2, "nheads_k": 1, "headdim": 16, "headdim_v": 16, "lengths_q": lengths, "features": features}
+    check_paired(Spec(spare=3, requires_grad="all", **shape))
+    check_neighbours(Spec(requires_grad=("q", "k", "v"), **shape))
+
+
+def test_many_packed_sequences():
+    """More than one step of the search for a program's sequence."""
+    lengths = tuple(1 + 7 * i % 13 for i in range(150))
+    check(Spec(nheads=1, nheads_k=1, headdim=16, headdim_v=16, lengths_q=lengths, lengths_k=lengths[::-1]))
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])

@@ -14,6 +14,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
 ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of the product with the scale and of lse
+RAGGED = tl.constexpr(2**30)  # facts.RAGGED
+STATISTICS = tl.constexpr(64)  # facts.STATISTICS
 EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
 
 
@@ -70,12 +72,27 @@ def load_tile(ptr, stride, first, cols, row_begin, row_end, num_cols, ROWS: tl.c
 
 
 @triton.jit
-def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
+def load_box(desc, batch, start, length, row, head, ROWS: tl.constexpr, COLS: tl.constexpr, VARLEN: tl.constexpr):
     """The same tile by the bulk copy engine (TMA), from a descriptor of the whole tensor: no address arithmetic at all.
 
-    Past the tensor's end it reads zeros, so only tiles whose rows all exist may come this way.
+    Past the end of a sequence it reads zeros, see facts.box_of.
     """
-    return desc.load([batch, row, head, 0]).reshape(ROWS, COLS)
+    if VARLEN:
+        tile = desc.load([RAGGED, start.to(tl.int32) + length, head, RAGGED - length + row, 0])
+    else:
+        tile = desc.load([batch, row, head, 0])
+    return tile.reshape(ROWS, COLS)
+
+
+@triton.jit
+def load_rows(ptr, desc, stride, batch, start, length, head, row, first, begin, end, num_cols, ROWS: tl.constexpr,
+              COLS: tl.constexpr, EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Channels [first, first + COLS) of ROWS rows from ``row`` on, either way; an EDGE touches only [begin, end)."""
+    if TILE.boxes and not EDGE:
+        return load_box(desc, batch, start, length, row, head, ROWS, COLS, MODE.varlen)
+    else:
+        return load_tile(ptr, stride, row, first + tl.arange(0, COLS), begin, end, num_cols, ROWS, COLS, EDGE,
+                         MODE.align)
 
 
 @triton.jit
@@ -199,21 +216,6 @@ def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
 
 
 @triton.jit
-def keep_keys(i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
-    """The same by two numbers of a query, with fewer compares; what a row past the last keeps does not matter.
-
-    Not for tiles behind a branch: with so little to do the compiler would make the branch a selection in every tile.
-    """
-    end = tl.zeros_like(i) + seqlen_k
-    if MODE.upper:
-        end = tl.minimum(end, i + upper + 1)
-    keep = j < end
-    if MODE.lower:
-        keep &= j >= i + lower
-    return keep
-
-
-@triton.jit
 def keep_listed(keep, i, j, extras, strides, batch, head, seqlen_q, seqlen_k, MODE: tl.constexpr):
     """``keep`` and the data-dependent rules: the boolean mask and equal segments."""
     if MODE.mask:
@@ -308,8 +310,8 @@ def partial_sums(p, PARTS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
-    """One step of the online softmax: p = exp(s - row_max), the state rescaled.
+def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+    """One step of the online softmax: p = exp(s - row_max), the state, and by what the sums of earlier tiles shrink.
 
     Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
     products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
@@ -328,7 +330,7 @@ def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: t
         p = exp(s - origin[:, None], PRECISE)
         rescale = exp(row_max - origin, PRECISE)
     row_sum = row_sum * rescale[:, None] + partial_sums(p, row_sum.shape[1])
-    return p, new_max, row_sum, acc * rescale[:, None]
+    return p, new_max, row_sum, rescale
 
 
 @triton.jit
@@ -372,11 +374,12 @@ def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
 
 @triton.jit
 def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
-    """The same in the backward's own lse and delta: always a multiple of 4 numbers, which TMA asks for (16 bytes)."""
+    """The same in the backward's own lse and delta, where a head has a multiple of STATISTICS rows."""
     if VARLEN:
-        return head.to(tl.int64) * (sizes.total_q // 4 * 4 + 4 * sizes.batch + 4) + (start + 4 * batch) // 4 * 4
+        rows = (sizes.total_q // STATISTICS + sizes.batch + 1) * STATISTICS
+        return head.to(tl.int64) * rows + (start // STATISTICS + batch) * STATISTICS
     else:
-        return (batch.to(tl.int64) * sizes.nheads + head) * ((seqlen_q + 3) // 4 * 4)
+        return (batch.to(tl.int64) * sizes.nheads + head) * (tl.cdiv(seqlen_q, STATISTICS) * STATISTICS)
 
 
 @triton.jit
