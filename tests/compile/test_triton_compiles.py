@@ -12,6 +12,7 @@ import torch
 
 from tests.compile.kernels import TARGETS, build, launches
 from tests.compile.spills import loops, serialised
+from tilewise.backends.triton import tiles
 from tilewise.backends.triton.facts import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -53,14 +54,73 @@ if ALL:
     ]
 
 
-@pytest.mark.parametrize(("arch", "headdims", "dtype", "features"), CASES, ids=str)
-def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, features):
+def tensors(headdims, dtype, expanded=False):
+    """q, k and v; expanded ones have a stride of 0, which keeps a tile from TMA."""
     sides = ((64, headdims[0]), (96, headdims[0]), (96, headdims[1]))
     q, k, v = (torch.zeros(2, seqlen, 2, dim, dtype=dtype) for seqlen, dim in sides)
+    return (q, *(t[:, :, :1].expand_as(t) for t in (k, v))) if expanded else (q, k, v)
+
+
+def compiles_and_fits(arch, q, k, v, features):
     for backward in (False, True):
         for wanted in launches(arch, q, k, v, backward, **FEATURES[features]):
             compiled = build(wanted, arch)
             assert compiled.metadata.shared <= TARGETS[arch][1], wanted.kernel.__name__
+
+
+@pytest.mark.parametrize(("arch", "headdims", "dtype", "features"), CASES, ids=str)
+def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, features):
+    compiles_and_fits(arch, *tensors(headdims, dtype), features)
+
+
+# what the number of keys decides: each row that asks for many, with every feature, through TMA and without
+LONG = [
+    (row, features, expanded)
+    for row in tiles._FORWARD_90
+    if row.keys
+    for features in FEATURES
+    for expanded in ((False, True) if features in ("plain", "causal") or ALL else (False,))
+]
+
+
+@pytest.mark.parametrize(("row", "features", "expanded"), LONG, ids=lambda value: str(getattr(value, "dim", value)))
+def test_forward_rows_for_many_keys_compile_and_fit(monkeypatch, row, features, expanded):
+    monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem: row.keys)
+    for wanted in launches("sm_90", *tensors((row.dim, row.dim), torch.bfloat16, expanded), False,
+                           **FEATURES[features]):  # fmt: skip
+        assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1]
+
+
+# gradients that come from a kernel of their own when nothing else is asked for
+ALONE = [*((name, dim) for name in "kv" for dim in (64, 128, 576)), ("bias", 128), ("bias", 256), ("bias", 576)]
+
+
+@pytest.mark.parametrize(("name", "headdim"), ALONE)
+def test_one_gradient_alone_compiles_and_fits(name, headdim):
+    options = FEATURES["bias_shared" if name == "bias" else "causal"]
+    for wanted in launches("sm_90", *tensors((headdim, headdim), torch.bfloat16), True, (name,), **options):
+        assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
+
+
+def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
+    chosen = set()
+    choose = tiles.choose_row
+
+    def record(kernel, *arguments):
+        row = choose(kernel, *arguments)
+        chosen.add((kernel, row))
+        return row
+
+    monkeypatch.setattr(tiles, "choose_row", record)
+    for arch, headdims, dtype, features in CASES:
+        for backward in (False, True):
+            launches(arch, *tensors(headdims, dtype), backward, **FEATURES[features])
+    for name, headdim in ALONE:
+        options = FEATURES["bias_shared" if name == "bias" else "causal"]
+        launches("sm_90", *tensors((headdim, headdim), torch.bfloat16), True, (name,), **options)
+    chosen |= {("forward", row) for row, *_ in LONG}
+    rows = {(kernel, row) for kernel, table in tiles._TABLES_90.items() for row in table}
+    assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # which splits_keys never asks for
 
 
 # moves to and from local memory in one turn of several hundred instructions, where some keys or queries see nothing

@@ -49,6 +49,13 @@ def test_odd_and_large_head_dimensions(headdim, headdim_v):
                features=("causal",), requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(16, 300), (300, 280)])
+@pytest.mark.parametrize("features", [("window_left", "sink"), ("window",)], ids=ids)
+def test_keys_that_no_query_sees_may_hold_anything_in_channel_parts(headdim, headdim_v, features):
+    check(Spec(batch=1, seqlen_q=20, seqlen_k=53, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim_v,
+               features=features, requires_grad="all"))  # fmt: skip
+
+
 @pytest.mark.parametrize("features", [(), ("mask", "causal"), ("bias", "window")], ids=ids)
 def test_half_precision(features):
     check(Spec(batch=1, seqlen_q=70, seqlen_k=90, nheads=2, nheads_k=1, headdim=32, headdim_v=32, dtype=torch.float16,

@@ -116,7 +116,7 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
 
     A turn computes its own scores and adds the probabilities of the turn before, which the first has none of.
     """
-    _, k_ptr, v_ptr = pointers
+    k_ptr, v_ptr = pointers[1], pointers[2]  # no name but these: a loop takes any along, ``_`` too, with its type
     k_desc, v_desc = descriptors
     p = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)  # rounded only where it is used, or it goes to memory
     rescale = tl.full([TILE.block_m], 1.0, tl.float32)

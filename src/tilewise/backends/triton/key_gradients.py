@@ -30,6 +30,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     i, j = rows[None, :], cols[:, None]
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     q = P.load_rows(q_ptr, q_desc, strides.q, batch, q_start, seqlen_q, head, m_begin, part % TILE.num_d * TILE.block_d,
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
     if TILE.boxes and not EDGE:  # Triton would repeat a plain load of so short a vector sixteen times a thread
@@ -46,8 +47,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     if TILE.num_d == 1:
         s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     else:
-        s = product(k_ptr, strides.k, n_begin, 0, seqlen_k, q_ptr, strides.q, m_begin, row_begin, row_end, TILE.headdim,
-                    TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
+        s = product(k_ptr, strides.k, n_begin, key_begin, key_end, q_ptr, strides.q, m_begin, row_begin, row_end,
+                    TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
     p = at_most_one(probabilities(s, lse, scalars, MODE))
@@ -78,8 +79,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
         if TILE.num_dv == 1:
             dp = tl.dot(v, tl.trans(dout), input_precision=MODE.precision)
         else:
-            dp = product(v_ptr, strides.v, n_begin, 0, seqlen_k, dout_ptr, strides.dout, m_begin, row_begin, row_end,
-                         TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
+            dp = product(v_ptr, strides.v, n_begin, key_begin, key_end, dout_ptr, strides.dout, m_begin, row_begin,
+                         row_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
         ds = p * (dp - delta)

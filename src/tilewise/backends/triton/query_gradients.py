@@ -26,6 +26,7 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
     i, j = rows[:, None], cols[None, :]
     lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     head_k = head // sizes.group
     k = P.load_rows(k_ptr, k_desc, strides.k, batch, k_start, seqlen_k, head_k, n_begin, part * TILE.block_d, key_begin,
                     key_end, TILE.headdim, TILE.block_n, TILE.block_d, EDGE, MODE, TILE)
@@ -36,8 +37,8 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
-        s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
-                    TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
+        s = product(q_ptr, strides.q, m_begin, row_begin, row_end, k_ptr, strides.k, n_begin, key_begin, key_end,
+                    TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, KIND != "full",
                       MODE)
     p = probabilities(s, lse[:, None], scalars, MODE)
@@ -54,8 +55,8 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
                             TILE.headdim_v, TILE.block_n, TILE.block_dv, EDGE, MODE, TILE)
         dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
     else:
-        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end,
-                     TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
+        dp = product(dout_ptr, strides.dout, m_begin, row_begin, row_end, v_ptr, strides.v, n_begin, key_begin,
+                     key_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
     if MODE.dropout:
         kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
                               scalars.max_dropped, TILE.block_m, TILE.block_n, False)
