@@ -39,6 +39,7 @@ CASES = [
     ("sm_86", (128, 128), torch.bfloat16, "causal"),
     ("sm_89", (64, 64), torch.bfloat16, "mask"),
     ("sm_100", (64, 64), torch.bfloat16, "plain"),
+    ("sm_100", (128, 128), torch.bfloat16, "causal"),
     ("sm_120", (256, 256), torch.bfloat16, "causal"),
     ("gfx942", (128, 128), torch.bfloat16, "causal"),
     ("gfx942", (256, 256), torch.float16, "plain"),
@@ -73,21 +74,19 @@ def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, feature
     compiles_and_fits(arch, *tensors(headdims, dtype), features)
 
 
-# what the number of keys decides: each row that asks for many, with every feature, through TMA and without
-LONG = [
-    (row, features, expanded)
-    for row in tiles._FORWARD_90
-    if row.keys
-    for features in FEATURES
-    for expanded in ((False, True) if features in ("plain", "causal") or ALL else (False,))
+# what the number of keys decides, with every feature, through TMA and without
+KEYS = sorted({row.keys for row in tiles._FORWARD_90})
+BY_KEYS = [
+    *[(keys, (128, 128), features, False) for keys in KEYS for features in FEATURES],
+    *[(keys, (128, 128), features, True) for keys in KEYS for features in ("plain", "causal")],
+    *[(keys, (16, 128), "window", False) for keys in KEYS],
 ]
 
 
-@pytest.mark.parametrize(("row", "features", "expanded"), LONG, ids=lambda value: str(getattr(value, "dim", value)))
-def test_forward_rows_for_many_keys_compile_and_fit(monkeypatch, row, features, expanded):
-    monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem: row.keys)
-    for wanted in launches("sm_90", *tensors((row.dim, row.dim), torch.bfloat16, expanded), False,
-                           **FEATURES[features]):  # fmt: skip
+@pytest.mark.parametrize(("keys", "headdims", "features", "expanded"), BY_KEYS, ids=str)
+def test_forwards_of_few_and_many_keys_compile_and_fit(monkeypatch, keys, headdims, features, expanded):
+    monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem: keys)
+    for wanted in launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features]):
         assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1]
 
 
@@ -118,7 +117,9 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
     for name, headdim in ALONE:
         options = FEATURES["bias_shared" if name == "bias" else "causal"]
         launches("sm_90", *tensors((headdim, headdim), torch.bfloat16), True, (name,), **options)
-    chosen |= {("forward", row) for row, *_ in LONG}
+    for keys, headdims, features, expanded in BY_KEYS:
+        monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem, keys=keys: keys)
+        launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features])
     rows = {(kernel, row) for kernel, table in tiles._TABLES_90.items() for row in table}
     assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # which splits_keys never asks for
 
@@ -146,6 +147,7 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
     for backward in (False, True):
         for wanted in launches("sm_90", q, k, v, backward, **options):
             compiled = build(wanted, "sm_90")
+            assert compiled.metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
             assert not serialised(compiled), wanted.kernel.__name__
             found = loops(compiled)
             if found:  # the first is the one over the inner tiles

@@ -19,7 +19,7 @@ OPEN = 2**30  # a window bound that excludes nothing, small enough to be added t
 RAGGED = 2**30  # rows of a packed tensor's descriptor, as primitives.load_box counts them
 ANYWHERE = 0x7FFF0000  # the largest size of a dimension that is never out of bounds
 STATISTICS = 64  # the backward keeps row statistics in multiples of it, the most queries of a tile of key_gradients
-ROWS_TOGETHER = 2**15  # of heads that alternate: some tiles for each multiprocessor, and half an H200's L2 cache
+ROWS_TOGETHER = 2**14  # of heads that alternate: tiles for each multiprocessor, within the L2 cache (docs/triton.md)
 NO_PAIRS = PairStride(0, 0, 0, 0)
 
 
@@ -194,8 +194,6 @@ def leaves_out(problem: Problem, paired: bool) -> bool:
     if problem.causal is not None:
         upper = min(upper, 0 if problem.causal == "top_left" else shift)
     return lower > 0 or upper < 0 or upper < shift or lower > shift
-
-
 
 
 def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:

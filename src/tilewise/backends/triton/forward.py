@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.places import place
 
@@ -20,8 +21,8 @@ from tilewise.backends.triton.places import place
 def load_keys(ptr, desc, stride, sizes, batch, head, k_start, n_begin, first, seqlen_q, seqlen_k, NUM: tl.constexpr,
               BLOCK: tl.constexpr, EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Channels [first, first + BLOCK) of the NUM of k or v, for the keys [n_begin, n_begin + block_n)."""
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, head // sizes.group, n_begin, first, key_begin,
                        key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
 
@@ -39,7 +40,7 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
     k_desc, _ = descriptors
     i = (m_begin + tl.arange(0, TILE.block_m))[:, None]
     j = (n_begin + tl.arange(0, TILE.block_n))[None, :]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
@@ -57,9 +58,9 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
     keep = j < seqlen_k
     if KIND == "banded":
         if cut:
-            s = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), s, float("-inf"))
+            s = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), s, float("-inf"))
     elif KIND != "full":
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
         s = tl.where(keep, s, float("-inf"))
@@ -152,13 +153,13 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
     row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
     row_sum = tl.full([TILE.block_m, TILE.sums], 0.0, tl.float32)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers
     BANDED: tl.constexpr = MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
         first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and BANDED)
     if not BANDED:
         inner_first = full_first
@@ -197,7 +198,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
             if MODE.lists:
                 n_block = tl.load(list_ptr + (step if AGAIN else num_inner + step))
             else:
-                n_block = P.around(step, first, inner_first, inner_last)
+                n_block = B.around(step, first, inner_first, inner_last)
             acc, row_max, row_sum = forward_tile(
                 acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
                 batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, True, seqlen_q, seqlen_k, OUTER,

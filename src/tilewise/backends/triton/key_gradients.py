@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
 from tilewise.backends.triton.places import place
@@ -28,9 +29,9 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[None, :], cols[:, None]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     q = P.load_rows(q_ptr, q_desc, strides.q, batch, q_start, seqlen_q, head, m_begin, part % TILE.num_d * TILE.block_d,
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
     if TILE.boxes and not EDGE:  # Triton would repeat a plain load of so short a vector sixteen times a thread
@@ -54,12 +55,12 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     p = at_most_one(probabilities(s, lse, scalars, MODE))
     if KIND == "banded":
         if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+            p = tl.where(B.keep_band(i, j, lower, upper, MODE), p, 0.0)
     if not JOINT:
         dout = P.load_rows(dout_ptr, dout_desc, strides.dout, batch, q_start, seqlen_q, head, m_begin, v_first,
                            row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv, EDGE, MODE, TILE)
     if EDGE:
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
             seeing = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: rows that see nothing may hold anything
@@ -116,8 +117,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     cols = n_begin + tl.arange(0, TILE.block_n)
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head_k, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head_k, MODE.align)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
     k = 0
     v = 0
     if TILE.num_d == 1:
@@ -130,9 +131,9 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
 
     reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
-    first, full_first, full_last, last = P.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+    first, full_first, full_last, last = B.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
         first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, TILE.boxes)
     num_inner = inner_last - inner_first
     num_outer = inner_first - first + last - inner_last
@@ -167,7 +168,7 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
                 if MODE.lists:
                     m_block = tl.load(list_ptr + num_inner + step)
                 else:
-                    m_block = P.around(step, first, inner_first, inner_last)
+                    m_block = B.around(step, first, inner_first, inner_last)
                 dk, dv, ds_sum = key_tile(
                     dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
                     batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,

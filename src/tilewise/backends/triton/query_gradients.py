@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, row_statistics, scores
 from tilewise.backends.triton.places import place
@@ -24,9 +25,9 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[:, None], cols[None, :]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     head_k = head // sizes.group
     k = P.load_rows(k_ptr, k_desc, strides.k, batch, k_start, seqlen_k, head_k, n_begin, part * TILE.block_d, key_begin,
                     key_end, TILE.headdim, TILE.block_n, TILE.block_d, EDGE, MODE, TILE)
@@ -45,10 +46,10 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
     if EDGE:
         p = at_most_one(p)
     elif KIND == "cut":
-        p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), at_most_one(p), 0.0)
+        p = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), at_most_one(p), 0.0)
     elif KIND == "banded":
         if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), at_most_one(p), 0.0)
+            p = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), at_most_one(p), 0.0)
     if TILE.num_dv == 1:
         if not JOINT:
             v = P.load_rows(v_ptr, v_desc, strides.v, batch, k_start, seqlen_k, head_k, n_begin, 0, key_begin, key_end,
@@ -63,7 +64,7 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
         dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if EDGE:
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
             seen = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: a key that no row sees may hold anything
@@ -110,8 +111,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything
     q = 0
     dout = 0
     if TILE.num_d == 1:
@@ -142,9 +143,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
         first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and MODE.band)
     if not MODE.band:
         if huge:  # all go to the outer tiles, so that the inner ones need no clamp
@@ -175,7 +176,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
             if MODE.lists:
                 n_block = tl.load(list_ptr + num_inner + step)
             else:
-                n_block = P.around(step, first, inner_first, inner_last)
+                n_block = B.around(step, first, inner_first, inner_last)
             dq, row_sum, slope_sum = query_tile(
                 dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
                 sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q,

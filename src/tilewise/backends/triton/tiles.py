@@ -49,11 +49,12 @@ _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466",
         registers=128, joint=True),
-    Row(128, 64, 64, 4, 3, "overlap: 4k 560, c 500, 16k 542, c 559; without 542/462/514/494; with joint loads too"
-        " 561/488/547/528; 8 warps, 128x64 and 128x128 16k 461 and 464 where this has 549", overlap=True, keys=1280),
-    Row(128, 64, 64, 4, 3, "1k 464, c 376, window of 1024 435 with joint loads; without 466/361/428; overlap 455/363"
-        "/432; 64x32, 4 stages 442 where this has 464; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384",
-        joint=True),
+    Row(128, 64, 64, 4, 3, "overlap: 1k 464, 4k 560, c 500, 16k 542, c 559; joint loads 1k 452; neither 542/462/514"
+        "/494; both 561/488/547/528 for 4k and 16k; 8 warps, 128x64 and 128x128 16k 461 and 464 where this has 549",
+        overlap=True, keys=1000),
+    Row(128, 64, 64, 4, 3, "1k c 376, window of 1024 435 with joint loads; without 361/428; overlap 363/432; 64x32, 4"
+        " stages, three blocks resident 369 and 434 where this has 345 and 446; two stages 367; 64x128 284; 128x32, 4"
+        " warps 393; 8 warps 384", joint=True),
     Row(256, 64, 32, 4, 3, "joint loads: 1k 526, 4k 601, c 525, 16k 607, c 610; without 505/571/508/562/583; 128x64, 8"
         " warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385 where this has 489", joint=True),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
