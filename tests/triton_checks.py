@@ -48,3 +48,30 @@ def gradients(sample: Sample, state: tuple[torch.Tensor, torch.Tensor]) -> dict[
     named = sample.differentiable()
     found = torch.autograd.grad(list(state), list(named.values()), [sample.dout, sample.dlse])
     return dict(zip(named, found, strict=True))
+
+
+def check_paired(spec: Spec) -> None:
+    """Packed sequences whose queries and keys share one tensor of offsets, as their plan knows."""
+    sample = make(spec, seed=2)
+    sample.options["cu_seqlens_k"] = sample.options["cu_seqlens_q"]
+    assert_exact(sample, "triton")
+
+
+def check_neighbours(spec: Spec) -> None:
+    """Packed sequences beside one of NaNs: the same bits as beside ordinary numbers."""
+    sample = make(spec, seed=3)
+    starts = sample.options["cu_seqlens_q"].tolist()
+    sample.options["cu_seqlens_k"] = sample.options["cu_seqlens_q"]
+    ill = slice(starts[1], starts[2])
+    rows = torch.ones(starts[-1], dtype=torch.bool)
+    rows[ill] = False
+    found = []
+    for value in (0.5, float("nan")):
+        with torch.no_grad():
+            for tensor in (sample.q, sample.k, sample.v, sample.dout):
+                tensor[ill] = value
+        out, lse = run(sample)
+        grads = torch.autograd.grad(out, (sample.q, sample.k, sample.v), sample.dout)
+        found.append([t[: starts[-1]][rows.to(t.device)] for t in (out, lse.transpose(0, 1), *grads)])
+    for clean, beside in zip(*found, strict=True):
+        assert torch.equal(clean, beside)

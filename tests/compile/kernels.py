@@ -60,13 +60,19 @@ def recorded(facts: DeviceFacts) -> Iterator[list[Wanted]]:
 
 
 def launches(
-    arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool, **options: Any
+    arch: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backward: bool,
+    names: tuple[str, ...] = GRAD_NAMES,
+    **options: Any,
 ) -> list[Wanted]:
-    """What one call on CPU tensors would launch on ``arch``, every gradient asked for."""
+    """What one call on CPU tensors would launch on ``arch``, every gradient asked for, or those of ``names``."""
     plain = dict.fromkeys(Arguments._fields) | {
         "causal": "none", "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "needs_grad": [], "backend": "auto",
     }  # fmt: skip
-    needs = [n for n in GRAD_NAMES if n in ("q", "k", "v") or n in options] if backward else []
+    needs = [n for n in names if n in ("q", "k", "v") or n in options] if backward else []
     problem, inputs = describe(Arguments(**{**plain, "q": q, "k": k, "v": v, "needs_grad": needs, **options}))
     problem = problem.replace(device_type="cuda")
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))

@@ -12,6 +12,7 @@ import torch
 
 from tests.compile.kernels import TARGETS, build, launches
 from tests.compile.spills import loops, serialised
+from tilewise.backends.triton import tiles
 from tilewise.backends.triton.facts import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -38,6 +39,7 @@ CASES = [
     ("sm_86", (128, 128), torch.bfloat16, "causal"),
     ("sm_89", (64, 64), torch.bfloat16, "mask"),
     ("sm_100", (64, 64), torch.bfloat16, "plain"),
+    ("sm_100", (128, 128), torch.bfloat16, "causal"),
     ("sm_120", (256, 256), torch.bfloat16, "causal"),
     ("gfx942", (128, 128), torch.bfloat16, "causal"),
     ("gfx942", (256, 256), torch.float16, "plain"),
@@ -53,28 +55,113 @@ if ALL:
     ]
 
 
-@pytest.mark.parametrize(("arch", "headdims", "dtype", "features"), CASES, ids=str)
-def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, features):
+def tensors(headdims, dtype, expanded=False):
+    """q, k and v; expanded ones have a stride of 0, which keeps a tile from TMA."""
     sides = ((64, headdims[0]), (96, headdims[0]), (96, headdims[1]))
     q, k, v = (torch.zeros(2, seqlen, 2, dim, dtype=dtype) for seqlen, dim in sides)
+    return (q, *(t[:, :, :1].expand_as(t) for t in (k, v))) if expanded else (q, k, v)
+
+
+def compiles_and_fits(arch, q, k, v, features):
     for backward in (False, True):
         for wanted in launches(arch, q, k, v, backward, **FEATURES[features]):
             compiled = build(wanted, arch)
             assert compiled.metadata.shared <= TARGETS[arch][1], wanted.kernel.__name__
 
 
-SPILLS = 8  # moves to and from local memory in one turn of several hundred instructions
+@pytest.mark.parametrize(("arch", "headdims", "dtype", "features"), CASES, ids=str)
+def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, features):
+    compiles_and_fits(arch, *tensors(headdims, dtype), features)
+
+
+# what the number of keys decides, with every feature, through TMA and without
+KEYS = sorted({row.keys for row in tiles._FORWARD_90})
+BY_KEYS = [
+    *[(keys, (128, 128), features, False) for keys in KEYS for features in FEATURES],
+    *[(keys, (128, 128), features, True) for keys in KEYS for features in ("plain", "causal")],
+    *[(keys, (16, 128), "window", False) for keys in KEYS],
+]
+
+
+@pytest.mark.parametrize(("keys", "headdims", "features", "expanded"), BY_KEYS, ids=str)
+def test_forwards_of_few_and_many_keys_compile_and_fit(monkeypatch, keys, headdims, features, expanded):
+    monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem: keys)
+    for wanted in launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features]):
+        assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1]
+
+
+# gradients that come from a kernel of their own when nothing else is asked for
+ALONE = [*((name, dim) for name in "kv" for dim in (64, 128, 576)), ("bias", 128), ("bias", 256), ("bias", 576)]
+
+
+@pytest.mark.parametrize(("name", "headdim"), ALONE)
+def test_one_gradient_alone_compiles_and_fits(name, headdim):
+    options = FEATURES["bias_shared" if name == "bias" else "causal"]
+    for wanted in launches("sm_90", *tensors((headdim, headdim), torch.bfloat16), True, (name,), **options):
+        assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
+
+
+def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
+    chosen = set()
+    choose = tiles.choose_row
+
+    def record(kernel, *arguments):
+        row = choose(kernel, *arguments)
+        chosen.add((kernel, row))
+        return row
+
+    monkeypatch.setattr(tiles, "choose_row", record)
+    for arch, headdims, dtype, features in CASES:
+        for backward in (False, True):
+            launches(arch, *tensors(headdims, dtype), backward, **FEATURES[features])
+    for name, headdim in ALONE:
+        options = FEATURES["bias_shared" if name == "bias" else "causal"]
+        launches("sm_90", *tensors((headdim, headdim), torch.bfloat16), True, (name,), **options)
+    for keys, headdims, features, expanded in BY_KEYS:
+        monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem, keys=keys: keys)
+        launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features])
+    rows = {(kernel, row) for kernel, table in tiles._TABLES_90.items() for row in table}
+    assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # which splits_keys never asks for
+
+
+# moves to and from local memory in one turn of several hundred instructions, where some keys or queries see nothing
+SPILLS_OF_UNSEEN = 8
+SQUARE_BANDS = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window_left": 100, "window_right": 0},
+    "unseen": {"window_left": 100, "window_right": 0, "causal": "top_left"},
+    "packed": {"causal": "bottom_right", "max_seqlen_q": 64, "max_seqlen_k": 64},
+}
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("features", ["plain", "causal", "window"])
-def test_the_main_loops_hardly_spill_and_do_not_wait_after_every_product(headdim, features):
+@pytest.mark.parametrize("features", SQUARE_BANDS)
+def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim, features):
     q, k, v = (torch.zeros(2, seqlen, 2, headdim, dtype=torch.bfloat16) for seqlen in (64, 96, 96))
+    options = SQUARE_BANDS[features]
+    if features == "packed":
+        q, k, v = (torch.zeros(128, 2, headdim, dtype=torch.bfloat16) for _ in range(3))
+        offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
+        options = {**options, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     for backward in (False, True):
-        for wanted in launches("sm_90", q, k, v, backward, **FEATURES[features]):
+        for wanted in launches("sm_90", q, k, v, backward, **options):
             compiled = build(wanted, "sm_90")
+            assert compiled.metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
             assert not serialised(compiled), wanted.kernel.__name__
             found = loops(compiled)
-            if found:  # the first is the one over full tiles
+            if found:  # the first is the one over the inner tiles
                 assert found[0].products >= 8, wanted.kernel.__name__
-                assert found[0].spills <= SPILLS, wanted.kernel.__name__
+                assert found[0].spills <= (SPILLS_OF_UNSEEN if features == "unseen" else 0), wanted.kernel.__name__
+
+
+def test_long_rows_overlap_a_product_with_the_next_softmax():
+    q, k, v = (torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16) for _ in range(3))
+    for options in ({}, {"causal": "bottom_right"}):
+        (wanted,) = launches("sm_90", q, k, v, False, **options)
+        compiled = build(wanted, "sm_90")
+        assert not serialised(compiled)
+        assert loops(compiled)[0].spills == 0
+        scores, product = compiled.asm["ttgir"].split("ttng.warp_group_dot ")[1:3]  # of the main loop, which is first
+        assert "pendings = 0" in scores
+        assert "scf.yield" in product.split("ttng.warp_group_dot_wait")[0]  # it is still under way in the next turn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
 from tilewise.testing import Spec, make
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,6 +58,22 @@ def test_head_dimensions(headdims, features, dtype):
 def test_packed_sequences_and_spare_tokens(features, dtype):
     check(Spec(nheads=4, nheads_k=2, headdim=64, headdim_v=64, lengths_q=(200, 0, 351, 70), lengths_k=(240, 50, 0, 400),
                spare=9, dtype=dtype, device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("features", PACKED[:3], ids=ids)
+def test_packed_sequences_of_one_set_of_offsets(features, headdim):
+    shape = {"nheads": 4, "nheads_k": 2, "headdim": headdim, "headdim_v": headdim, "dtype": BF16, "device": "cuda"}
+    lengths = (200, 150, 0, 351, 64, 70)
+    check_paired(Spec(lengths_q=lengths, spare=9, features=features, requires_grad="all", **shape))
+    check_neighbours(Spec(lengths_q=lengths, features=features, requires_grad=("q", "k", "v"), **shape))
+
+
+def test_many_packed_sequences():
+    """More than one step of the search for a program's sequence."""
+    lengths = tuple(1 + 7 * i % 13 for i in range(300))
+    check(Spec(nheads=2, nheads_k=1, headdim=64, headdim_v=64, lengths_q=lengths, lengths_k=lengths[::-1], dtype=BF16,
+               device="cuda", features=("causal",), requires_grad="all"))  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])

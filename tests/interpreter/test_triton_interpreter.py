@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, gradients, ids, run
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
 from tilewise.testing import Spec, make
 
 
@@ -21,6 +21,20 @@ def test_packed_sequences_and_spare_tokens(features):
                requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize("features", PACKED[:3], ids=ids)
+def test_packed_sequences_of_one_set_of_offsets(features):
+    lengths = (20, 15, 0, 35, 16, 7)
+    shape = {"nheads": 2, "nheads_k": 1, "headdim": 16, "headdim_v": 16, "lengths_q": lengths, "features": features}
+    check_paired(Spec(spare=3, requires_grad="all", **shape))
+    check_neighbours(Spec(requires_grad=("q", "k", "v"), **shape))
+
+
+def test_many_packed_sequences():
+    """More than one step of the search for a program's sequence."""
+    lengths = tuple(1 + 7 * i % 13 for i in range(150))
+    check(Spec(nheads=1, nheads_k=1, headdim=16, headdim_v=16, lengths_q=lengths, lengths_k=lengths[::-1]))
+
+
 @pytest.mark.parametrize("layout", ["heads_first", "last_dim", "sliced", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_layouts_are_taken_as_they_are(layout, dtype):
@@ -33,6 +47,13 @@ def test_layouts_are_taken_as_they_are(layout, dtype):
 def test_odd_and_large_head_dimensions(headdim, headdim_v):
     check(Spec(batch=1, seqlen_q=9, seqlen_k=20, nheads=2, nheads_k=2, headdim=headdim, headdim_v=headdim_v,
                features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(16, 300), (300, 280)])
+@pytest.mark.parametrize("features", [("window_left", "sink"), ("window",)], ids=ids)
+def test_keys_that_no_query_sees_may_hold_anything_in_channel_parts(headdim, headdim_v, features):
+    check(Spec(batch=1, seqlen_q=20, seqlen_k=53, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim_v,
+               features=features, requires_grad="all"))  # fmt: skip
 
 
 @pytest.mark.parametrize("features", [(), ("mask", "causal"), ("bias", "window")], ids=ids)

@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
     window_left: int  # keys left and right of i + seqlen_k - seqlen_q that query i sees
     window_right: int
     batch_offset: int  # added to the batch index in dropout's counter
+    together: int  # heads whose blocks alternate in the order of programs (places.place)
 
 
 class Scalars(NamedTuple):
@@ -100,6 +101,7 @@ class Mode(NamedTuple):
     precision: str  # of products of fp32 inputs
     lists: bool  # tiles to visit come from block lists (mask or segments) rather than from arithmetic
     band: bool  # otherwise a causal or window band cuts tiles
+    unseen: bool  # the band may leave out keys or queries altogether: those may hold anything and are not touched
 
 
 class Tile(NamedTuple):
@@ -115,6 +117,8 @@ class Tile(NamedTuple):
     num_dv: int
     stages: int
     boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
+    joint: bool = False  # with boxes: all loads of a tile come before its first product, so that one wait is for all
+    overlap: bool = False  # with boxes: a tile's product with v runs under the next tile's softmax
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
 
 

@@ -112,9 +112,9 @@ class Triton:
             addresses |= tensor.data_ptr()
         extras = None
         if host.has_extras(problem):
-            extras = tuple(
+            extras = host.is_paired(inputs), *[
                 None if t is None else (t.dtype, t.stride(), t.data_ptr() % host.VECTOR_BYTES) for t in inputs[3:-1]
-            )
+            ]
         key = (make, problem, addresses % host.VECTOR_BYTES, tensors[0].get_device(), extras, inputs.batch_offset, more,
                host.precision(problem), *[t.stride() for t in tensors])  # fmt: skip
         plan = self._plans.get(key)

@@ -20,8 +20,9 @@ def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, ex
                    start, block, num_blocks, rows, seqlen_q, MODE: tl.constexpr):
     """lse and delta of rows as the tiles want them, from dot = rowsum(dout out); stored for the kernels that follow.
 
-    lse is in the unit of the scores (see ``probabilities``), and +inf for the -inf of a row that sees no key, which
-    makes p 0. A huge one is lowered by as much as rounding could have raised it, so that the largest p of its row
+    lse is in the unit of the scores (see ``probabilities``), and +inf for the -inf of a row that sees no key and for
+    the rows past the end that fill up the statistics, which makes p 0.
+    A huge one is lowered by as much as rounding could have raised it, so that the largest p of its row
     comes out as 1 and not a little below or above (above is cut off). With a sink also the block's part of
     dsink = -sum exp(sink - lse) delta.
     """
@@ -43,8 +44,9 @@ def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, ex
     if not MODE.scale_first:
         row_lse *= P.LOG2E
     own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
-    tl.store(delta_ptr + own, delta, mask=inside)
-    tl.store(row_lse_ptr + own, row_lse, mask=inside)
+    kept = rows < tl.cdiv(seqlen_q, P.STATISTICS) * P.STATISTICS
+    tl.store(delta_ptr + own, delta, mask=kept)
+    tl.store(row_lse_ptr + own, row_lse, mask=kept)
     return row_lse, delta
 
 

@@ -14,7 +14,7 @@ from tilewise.backends.triton.bias_gradient import bias_gradient_kernel
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.backends.triton.key_gradients import key_gradients_kernel
 from tilewise.backends.triton.launch import Launch
-from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, types_of
+from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, programs, types_of
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import Gradients
@@ -58,8 +58,7 @@ class BackwardPlan:
         grads = [host.contiguous_stride(tensor.shape, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device, self.index = q.device, q.device.index
-        lengths = problem.total_q // 4 * 4 + 4 * problem.batch + 4  # as primitives.statistic_index counts
-        self.rows = problem.nheads * (lengths if problem.varlen else problem.batch * (-(-problem.seqlen_q // 4) * 4))
+        self.rows = host.statistics_rows(problem)
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
@@ -137,7 +136,7 @@ class BackwardPlan:
         lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
         outputs = (dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None)
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
-        grid = blocks(problem.seqlen_k, tile.block_n) * max(tile.num_d, tile.num_dv) * problem.nheads_k * problem.batch
+        grid = programs(problem, tile.block_n, queries=False) * max(tile.num_d, tile.num_dv) * problem.nheads_k
         tail = (*self._tail(inputs, tile, lists), grads)
         launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
         return KeyLaunch(launch, grads, lists)
@@ -164,7 +163,7 @@ class BackwardPlan:
             *boxes,
         )
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
-        grid = self.query_blocks * tile.num_d * problem.nheads * problem.batch
+        grid = programs(problem, tile.block_m, queries=True) * tile.num_d * problem.nheads
         tail = (*self._tail(inputs, tile, self.query_lists), grads)
         self.queries = Launch(query_gradients_kernel, grid, pointers, tail, config, self.device)
 
@@ -258,9 +257,13 @@ class BackwardPlan:
             grads["alibi_slopes"] = dslopes.sum(-1)
 
     def _parts(self, number: int) -> torch.Tensor:
-        """One fp32 number for each block of each head; summed afterwards in a fixed order."""
+        """One fp32 number for each block of each head; summed afterwards in a fixed order.
+
+        Of packed sequences the blocks past the end are never visited.
+        """
         shape = (self.problem.batch, self.problem.nheads, number)
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+        make = torch.zeros if self.problem.varlen else torch.empty
+        return make(shape, dtype=torch.float32, device=self.device)
 
     def _side_sums(self, length: int) -> torch.Tensor:
         return self._parts(length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
 
@@ -27,9 +28,9 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[:, None], cols[None, :]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    band_keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    band_keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     start = tl.zeros((), tl.int64)
     sharers = (sizes.batch // bias_batch) * (sizes.nheads // bias_heads)
     if tl.sum(band_keep.to(tl.int32)) == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 
 EMPTY = tl.constexpr(0)
@@ -29,8 +30,8 @@ def block_states_kernel(states_ptr, extras, extra_strides, sizes, num_heads, num
     plane = (program // num_n_blocks // num_m_blocks).to(tl.int32)
     i = (m_block * TILE.block_m + tl.arange(0, TILE.block_m))[:, None]
     j = (n_block * TILE.block_n + tl.arange(0, TILE.block_n))[None, :]
-    lower, upper = P.band(sizes, sizes.seqlen_q, sizes.seqlen_k, MODE)
-    keep = P.keep_pairs(i, j, lower, upper, sizes.seqlen_q, sizes.seqlen_k, MODE)
+    lower, upper = B.band(sizes, sizes.seqlen_q, sizes.seqlen_k, MODE)
+    keep = B.keep_pairs(i, j, lower, upper, sizes.seqlen_q, sizes.seqlen_k, MODE)
     kept = tl.sum(keep.to(tl.int32))
     if kept > 0:
         keep = P.keep_listed(keep, i, j, extras, extra_strides, plane // num_heads, plane % num_heads, sizes.seqlen_q,

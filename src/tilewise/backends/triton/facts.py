@@ -16,6 +16,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, 
 VECTOR_BYTES = 16
 MAX_TILE_ROWS = 256
 OPEN = 2**30  # a window bound that excludes nothing, small enough to be added to a length
+RAGGED = 2**30  # rows of a packed tensor's descriptor, as primitives.load_box counts them
+ANYWHERE = 0x7FFF0000  # the largest size of a dimension that is never out of bounds
+STATISTICS = 64  # the backward keeps row statistics in multiples of it, the most queries of a tile of key_gradients
+ROWS_TOGETHER = 2**14  # of heads that alternate: tiles for each multiprocessor, within the L2 cache (docs/triton.md)
 NO_PAIRS = PairStride(0, 0, 0, 0)
 
 
@@ -51,16 +55,29 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return inner == 1 and near and tensor.data_ptr() % VECTOR_BYTES == 0 and all(stride % unit == 0 for stride in outer)
 
 
-def box_of(tensor: torch.Tensor, rows: int, channels: int) -> Box:
+def box_of(tensor: torch.Tensor, rows: int, channels: int, clipped: bool = True) -> Box:
     """A TMA descriptor of a dense or packed tensor, for tiles of (rows, channels); it still needs an address.
 
-    A dimension of size 1 may have any stride, 0 too, which the copy engine does not take.
+    A dimension of size 1 may have any stride, 0 too, which the copy engine does not take. Unless ``clipped`` is false,
+    rows of a packed tensor end with any sequence: an address is built from three coordinates whose strides cancel
+    modulo 2 ** 64, so that the bounds check of one of them falls where the kernel wants it (triton.tools.ragged_tma).
     """
     unit = VECTOR_BYTES // tensor.element_size()
     shape = tuple(tensor.shape) if tensor.ndim == 4 else (1, *tensor.shape)
     strides = tensor.stride() if tensor.ndim == 4 else (unit, *tensor.stride())
     strides = tuple(unit if size == 1 and stride == 0 else stride for size, stride in zip(shape, strides, strict=True))
-    return Box(tensor.dtype, shape, (*strides[:3], 1), (1, rows, 1, channels))
+    if tensor.ndim == 4 or not clipped:
+        return Box(tensor.dtype, shape, (*strides[:3], 1), (1, rows, 1, channels))
+    _, row, head, _ = strides
+    sizes = (ANYWHERE, ANYWHERE, shape[2], RAGGED, shape[3])
+    return Box(tensor.dtype, sizes, (2**34 - row, row, head, row, 1), (1, 1, 1, rows, channels))
+
+
+def statistics_rows(problem: Problem) -> int:
+    """Numbers in the backward's lse, as primitives.statistic_index counts."""
+    if problem.varlen:
+        return problem.nheads * (problem.total_q // STATISTICS + problem.batch + 1) * STATISTICS
+    return problem.nheads * problem.batch * -(-problem.seqlen_q // STATISTICS) * STATISTICS
 
 
 def line_of(numbers: int, block: int) -> Box:
@@ -70,7 +87,10 @@ def line_of(numbers: int, block: int) -> Box:
 
 def fits_boxes(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether TMA takes the tensors as they lie: expanded dimensions, of stride 0, are left to plain loads."""
-    return all(size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True))
+    countable = all(tensor.ndim == 4 or tensor.shape[0] < RAGGED for tensor in tensors)
+    return countable and all(
+        size == 1 or stride > 0 for t in tensors for size, stride in zip(t.shape, t.stride(), strict=True)
+    )
 
 
 def common_align(tensors: tuple[torch.Tensor, ...]) -> int:
@@ -99,6 +119,7 @@ class Marks(NamedTuple):
     align: int
     bias: int
     mask: int
+    paired: bool  # every packed sequence has as many keys as queries: their offsets are one tensor
 
 
 def marks_of(problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> Marks:
@@ -106,7 +127,15 @@ def marks_of(problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]
     align = common_align(tensors)
     if problem.headdim % align or problem.headdim_v % align:
         align = 1
-    return Marks(align, pair_align(inputs.bias), pair_align(inputs.mask))
+    return Marks(align, pair_align(inputs.bias), pair_align(inputs.mask), is_paired(inputs))
+
+
+def is_paired(inputs: Inputs) -> bool:
+    """Whether queries and keys are packed by the same offsets."""
+    offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if offsets_q is None or offsets_k is None or offsets_q.data_ptr() != offsets_k.data_ptr():
+        return False
+    return offsets_q.stride() == offsets_k.stride() and offsets_q.dtype == offsets_k.dtype
 
 
 def four(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -151,7 +180,20 @@ def mode_of(problem: Problem, marks: Marks) -> Mode:
         precision=precision(problem),
         lists=lists,
         band=problem.banded and not lists,
+        unseen=problem.banded and leaves_out(problem, marks.paired),
     )
+
+
+def leaves_out(problem: Problem, paired: bool) -> bool:
+    """Whether the band hides a key from every query, or every key from a query; of packed sequences whether it may."""
+    if problem.varlen and not paired:
+        return True
+    shift = 0 if problem.varlen else problem.seqlen_k - problem.seqlen_q
+    lower = -OPEN if problem.window_left is None else shift - problem.window_left
+    upper = OPEN if problem.window_right is None else shift + problem.window_right
+    if problem.causal is not None:
+        upper = min(upper, 0 if problem.causal == "top_left" else shift)
+    return lower > 0 or upper < 0 or upper < shift or lower > shift
 
 
 def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
@@ -171,7 +213,18 @@ def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
         window_left=left,
         window_right=right,
         batch_offset=inputs.batch_offset,
+        together=heads_together(problem),
     )
+
+
+def heads_together(problem: Problem) -> int:
+    """Heads whose blocks alternate: enough for a few waves where the work of a head's blocks differs, else one."""
+    one_sided = (problem.window_left is None) != (problem.window_right is None and problem.causal is None)
+    if not (problem.varlen or one_sided):
+        return 1
+    heads = problem.nheads * (1 if problem.varlen else problem.batch)
+    rounds = -(-heads // max(1, ROWS_TOGETHER // max(problem.seqlen_q, problem.seqlen_k, 1)))
+    return max(1, -(-heads // max(rounds, 1)))  # rounds of equal size
 
 
 def scalars_of(problem: Problem) -> Scalars:

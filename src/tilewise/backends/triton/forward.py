@@ -12,134 +12,197 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
+from tilewise.backends.triton.places import place
 
 
 @triton.jit
-def forward_tile(acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                 scalars, slope, batch, head, k_start, m_begin, n_begin, v_block, seqlen_q, seqlen_k,
-                 KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
-    """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows.
+def load_keys(ptr, desc, stride, sizes, batch, head, k_start, n_begin, first, seqlen_q, seqlen_k, NUM: tl.constexpr,
+              BLOCK: tl.constexpr, EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Channels [first, first + BLOCK) of the NUM of k or v, for the keys [n_begin, n_begin + block_n)."""
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, head // sizes.group, n_begin, first, key_begin,
+                       key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
 
-    KIND is "full", "cut" (pairs are excluded) or "edge" (pairs are excluded, and some keys may not be touched).
+
+@triton.jit
+def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+               m_begin, n_begin, cut, seqlen_q, seqlen_k, KIND: tl.constexpr, SCALE_FIRST: tl.constexpr,
+               MODE: tl.constexpr, TILE: tl.constexpr):
+    """Scores of the keys [n_begin, n_begin + block_n), excluded pairs at -inf, and which pairs an edge keeps.
+
+    KIND is "full", "cut" (pairs are excluded), "banded" (``cut`` tells whether) or "edge": the block lists say that
+    pairs are excluded, or some keys may not be touched.
     """
-    EDGE: tl.constexpr = KIND == "edge"
-    rows = m_begin + tl.arange(0, TILE.block_m)
-    cols = n_begin + tl.arange(0, TILE.block_n)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    channels = tl.arange(0, TILE.block_d)
-    v_channels = v_block * TILE.block_dv + tl.arange(0, TILE.block_dv)
-
-    BOXES: tl.constexpr = TILE.boxes and not EDGE
-    box_batch = 0 if MODE.varlen else batch
-    box_row = k_start.to(tl.int32) + n_begin
-    box_head = head // sizes.group
+    q_ptr, k_ptr, _ = pointers
+    k_desc, _ = descriptors
+    i = (m_begin + tl.arange(0, TILE.block_m))[:, None]
+    j = (n_begin + tl.arange(0, TILE.block_n))[None, :]
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     if TILE.num_d == 1:
-        if BOXES:
-            k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
-        else:
-            k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n,
-                            TILE.block_d, EDGE, MODE.align)
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
         s = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
         for part in tl.range(0, TILE.num_d):
-            d = part * TILE.block_d + channels
-            q_part = P.load_tile(q_ptr, strides.q, m_begin, d, 0, seqlen_q, TILE.headdim, TILE.block_m, TILE.block_d,
-                                 True, MODE.align)
-            k = P.load_tile(k_ptr, strides.k, n_begin, d, key_begin, key_end, TILE.headdim, TILE.block_n,
-                            TILE.block_d, EDGE, MODE.align)
-            s = tl.dot(q_part, tl.trans(k), s, input_precision=MODE.precision)
-    if BOXES:
-        v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
-    else:
-        v = P.load_tile(v_ptr, strides.v, n_begin, v_channels, key_begin, key_end, TILE.headdim_v, TILE.block_n,
-                        TILE.block_dv, EDGE, MODE.align)
-
+            first = part * TILE.block_d
+            q_part = P.load_tile(q_ptr, strides.q, m_begin, first + tl.arange(0, TILE.block_d), 0, seqlen_q,
+                                 TILE.headdim, TILE.block_m, TILE.block_d, True, MODE.align)
+            k_part = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, first, seqlen_q,
+                               seqlen_k, TILE.headdim, TILE.block_d, KIND == "edge", MODE, TILE)
+            s = tl.dot(q_part, tl.trans(k_part), s, input_precision=MODE.precision)
     if SCALE_FIRST:
-        s, _ = P.modify_scores(s, rows[:, None], cols[None, :], slope, extras, extra_strides, scalars, batch, head,
-                               seqlen_q, seqlen_k, KIND != "full", MODE)
-    if KIND == "cut":
-        s = tl.where(P.keep_keys(rows[:, None], cols[None, :], lower, upper, seqlen_k, MODE), s, float("-inf"))
-    if EDGE:
-        keep = P.keep_pairs(rows[:, None], cols[None, :], lower, upper, seqlen_q, seqlen_k, MODE)
+        s, _ = P.modify_scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
+                               KIND != "full", MODE)
+    keep = j < seqlen_k
+    if KIND == "banded":
+        if cut:
+            s = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), s, float("-inf"))
+    elif KIND != "full":
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
-            keep = P.keep_listed(keep, rows[:, None], cols[None, :], extras, extra_strides, batch, head, seqlen_q,
-                                 seqlen_k, MODE)
-            seen = tl.max(keep.to(tl.int32), 0) > 0
-            v = tl.where(seen[:, None], v, 0.0)  # 0 * NaN: a value that no row sees may hold anything
+            keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
         s = tl.where(keep, s, float("-inf"))
+    return s, keep
 
-    p, row_max, row_sum, acc = P.softmax_step(s, row_max, row_sum, acc, scalars.softmax_scale * P.LOG2E, MODE.precise,
-                                              not SCALE_FIRST)
+
+@triton.jit
+def weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin, SCALE_FIRST: tl.constexpr,
+          MODE: tl.constexpr, TILE: tl.constexpr):
+    """Probabilities of a tile, the new state of its rows and by what their old sums shrink."""
+    p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E, MODE.precise,
+                                                  not SCALE_FIRST)
     if MODE.dropout:
         seed = tl.load(extras.seed)
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped,
                                     TILE.block_m, TILE.block_n, False), p, 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=MODE.precision)
+    return p, row_max, row_sum, rescale
+
+
+@triton.jit
+def forward_tile(acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                 batch, head, k_start, m_begin, n_begin, v_block, cut, seqlen_q, seqlen_k, KIND: tl.constexpr,
+                 SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Adds the keys [n_begin, n_begin + block_n) to the softmax state of the program's rows. KIND: see score_tile."""
+    _, k_ptr, v_ptr = pointers
+    k_desc, v_desc = descriptors
+    EDGE: tl.constexpr = KIND == "edge"
+    JOINT: tl.constexpr = TILE.joint and TILE.boxes
+    k = 0
+    if TILE.num_d == 1:
+        k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
+                      TILE.headdim, TILE.block_d, EDGE, MODE, TILE)
+    if JOINT:
+        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, n_begin, v_block * TILE.block_dv, seqlen_q,
+                      seqlen_k, TILE.headdim_v, TILE.block_dv, EDGE, MODE, TILE)
+    s, keep = score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
+                         head, k_start, m_begin, n_begin, cut, seqlen_q, seqlen_k, KIND, SCALE_FIRST, MODE, TILE)
+    if not JOINT:
+        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, n_begin, v_block * TILE.block_dv, seqlen_q,
+                      seqlen_k, TILE.headdim_v, TILE.block_dv, EDGE, MODE, TILE)
+    if EDGE and MODE.lists:
+        v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)  # 0 * NaN: unseen values may be anything
+    p, row_max, row_sum, rescale = weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin,
+                                         SCALE_FIRST, MODE, TILE)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def attend(q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
-           k_start, m_block, v_block, seqlen_q, seqlen_k, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr,
-           TILE: tl.constexpr):
+def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
+                     slope, batch, head, k_start, m_begin, first, full_first, full_last, last, v_block, seqlen_q,
+                     seqlen_k, KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Adds the key blocks [first, last): the product of one tile with v runs under the next one's softmax.
+
+    A turn computes its own scores and adds the probabilities of the turn before, which the first has none of.
+    """
+    k_ptr, v_ptr = pointers[1], pointers[2]  # no name but these: a loop takes any along, ``_`` too, with its type
+    k_desc, v_desc = descriptors
+    p = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)  # rounded only where it is used, or it goes to memory
+    rescale = tl.full([TILE.block_m], 1.0, tl.float32)
+    for n_block in tl.range(first, last, num_stages=TILE.stages):
+        n_begin = n_block * TILE.block_n
+        before = tl.maximum(n_block - 1, first) * TILE.block_n
+        cut = (n_block < full_first) | (n_block >= full_last)
+        k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
+                      TILE.headdim, TILE.block_d, False, MODE, TILE)
+        s, _ = score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
+                          head, k_start, m_begin, n_begin, cut, seqlen_q, seqlen_k, KIND, SCALE_FIRST, MODE, TILE)
+        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, before, v_block * TILE.block_dv, seqlen_q,
+                      seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
+        p, row_max, row_sum, rescale = weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin,
+                                             SCALE_FIRST, MODE, TILE)
+    if last > first:
+        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, (last - 1) * TILE.block_n,
+                      v_block * TILE.block_dv, seqlen_q, seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+           m_block, v_block, seqlen_q, seqlen_k, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Softmax state of a block of rows over all its keys; row_max in natural units.
 
-    With SCALE_FIRST where MODE does not ask for it every tile is an edge: this second try is rare, and short code.
+    With SCALE_FIRST where MODE does not ask for it this is a second try: rare, so that nothing is loaded ahead.
     """
     m_begin = m_block * TILE.block_m
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
     acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
     row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
     row_sum = tl.full([TILE.block_m, TILE.sums], 0.0, tl.float32)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
-    PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
-        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
-    num_full = full_last - full_first
-    num_edge = inner_first - first + last - inner_last
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers
+    BANDED: tl.constexpr = MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes)
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and BANDED)
+    if not BANDED:
+        inner_first = full_first
+        inner_last = full_last
+    num_inner = inner_last - inner_first
+    num_outer = inner_first - first + last - inner_last
     if MODE.lists:
-        list_ptr, num_full, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
-                                                    m_begin < seqlen_q)
+        list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                      m_begin < seqlen_q)
     AGAIN: tl.constexpr = SCALE_FIRST and not MODE.scale_first
-    if AGAIN:
-        num_edge = num_edge + num_full if MODE.lists else last - first
-        num_full = 0
+    STAGES: tl.constexpr = 1 if AGAIN else TILE.stages
+    INNER: tl.constexpr = "banded" if BANDED else "full"
+    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
+    OUTER: tl.constexpr = "edge" if EDGES else "cut"
+    if AGAIN and EDGES:  # all tiles are edges: one loop less to compile
+        num_outer += num_inner
         inner_last = inner_first
+    elif TILE.overlap and TILE.boxes and not AGAIN and not MODE.lists:
+        acc, row_max, row_sum = overlapped_tiles(
+            acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+            batch, head, k_start, m_begin, inner_first, full_first, full_last, inner_last, v_block, seqlen_q, seqlen_k,
+            INNER, SCALE_FIRST, MODE, TILE)
     else:
-        for step in tl.range(0, num_full, num_stages=TILE.stages):
+        for step in tl.range(0, num_inner, num_stages=STAGES):
             if MODE.lists:
                 n_block = tl.load(list_ptr + step)
             else:
-                n_block = full_first + step
+                n_block = inner_first + step
+            cut = (n_block < full_first) | (n_block >= full_last)
             acc, row_max, row_sum = forward_tile(
-                acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-                scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k,
-                "full", SCALE_FIRST, MODE, TILE)
-        if MODE.band:
-            num_cut = full_first - inner_first + inner_last - full_last
-            for step in tl.range(0, num_cut, num_stages=min(TILE.stages, 2)):
-                n_block = P.around(step, inner_first, full_first, full_last)
-                acc, row_max, row_sum = forward_tile(
-                    acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides,
-                    sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q,
-                    seqlen_k, "cut", SCALE_FIRST, MODE, TILE)
-    # lists have many edges, otherwise there are two at most
-    EDGE_STAGES: tl.constexpr = TILE.stages if (MODE.lists or not TILE.boxes) and not AGAIN else 1
-    for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
-        if MODE.lists:
-            n_block = tl.load(list_ptr + num_full + step)
-        else:
-            n_block = P.around(step, first, inner_first, inner_last)
-        acc, row_max, row_sum = forward_tile(
-            acc, row_max, row_sum, q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, seqlen_q, seqlen_k, "edge",
-            SCALE_FIRST, MODE, TILE)
+                acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, cut, seqlen_q, seqlen_k, INNER,
+                SCALE_FIRST, MODE, TILE)
+    if EDGES or not BANDED:
+        for step in tl.range(0, num_outer, num_stages=STAGES if MODE.lists or not TILE.boxes else 1):
+            if MODE.lists:
+                n_block = tl.load(list_ptr + (step if AGAIN else num_inner + step))
+            else:
+                n_block = B.around(step, first, inner_first, inner_last)
+            acc, row_max, row_sum = forward_tile(
+                acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, True, seqlen_q, seqlen_k, OUTER,
+                SCALE_FIRST, MODE, TILE)
     if not SCALE_FIRST:
         row_max *= P.LN2
     return acc, row_max, tl.sum(row_sum, 1)
@@ -159,20 +222,13 @@ def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
 @triton.jit
 def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, extras, strides, extra_strides, sizes,
                    scalars, MODE: tl.constexpr, TILE: tl.constexpr):
-    """Grid: (row blocks, head-dimension blocks of v, heads, batch) in one dimension, row blocks fastest.
-
-    Blocks of one head run together, so its keys stay in the L2 cache; under a causal band the longest rows start first.
-    """
-    num_m_blocks = tl.cdiv(sizes.seqlen_q, TILE.block_m)
-    program = tl.program_id(0)
-    m_block = num_m_blocks - 1 - program % num_m_blocks
-    program = program // num_m_blocks
-    v_block = program % TILE.num_dv
-    program = program // TILE.num_dv
-    head = program % sizes.nheads
-    batch = program // sizes.nheads
-
-    q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
+    """Grid: row blocks, head-dimension blocks of v, heads and batch in the order of places.py, the last rows first."""
+    m_block, v_block, head, batch, q_start, seqlen_q = place(
+        extras.cu_seqlens_q, sizes, sizes.seqlen_q, sizes.total_q, sizes.nheads, TILE.num_dv, TILE.block_m, True,
+        MODE.varlen)
+    if MODE.varlen:
+        if (m_block < 0) | (m_block * TILE.block_m >= seqlen_q):
+            return
     k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     m_begin = m_block * TILE.block_m
     q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
@@ -181,8 +237,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
     if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result
-        q = P.load_box(q_desc, 0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, TILE.block_m,
-                                                                       TILE.block_d)
+        q = q_desc.load([0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, 0])
+        q = q.reshape(TILE.block_m, TILE.block_d)
     elif TILE.num_d == 1:
         q = P.load_tile(q_ptr, strides.q, m_begin, tl.arange(0, TILE.block_d), 0, seqlen_q, TILE.headdim, TILE.block_m,
                         TILE.block_d, True, MODE.align)
@@ -190,17 +246,17 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     if MODE.alibi:
         slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
 
+    pointers = (q_ptr, k_ptr, v_ptr)
+    descriptors = (k_desc, v_desc)
     acc, row_max, row_sum = attend(
-        q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch, head,
-        k_start,
-        m_block, v_block, seqlen_q, seqlen_k, MODE.scale_first, MODE, TILE)
+        q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_block,
+        v_block, seqlen_q, seqlen_k, MODE.scale_first, MODE, TILE)
     if not MODE.scale_first:
         size = tl.max(tl.where(row_max == float("-inf"), 0.0, tl.abs(row_max)))
         if size * P.LOG2E > P.EXACT_LIMIT:
             acc, row_max, row_sum = attend(
-                q, q_ptr, k_ptr, v_ptr, k_desc, v_desc, strides, extras, extra_strides, sizes, scalars, slope, batch,
-                head,
-                k_start, m_block, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
+                q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
+                m_block, v_block, seqlen_q, seqlen_k, True, MODE, TILE)
 
     sink = float("-inf")
     if MODE.sink:

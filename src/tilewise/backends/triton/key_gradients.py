@@ -8,58 +8,59 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, scores
+from tilewise.backends.triton.places import place
 
 
 @triton.jit
 def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
-             head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, EDGE: tl.constexpr,
+             head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, KIND: tl.constexpr,
              MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the queries [m_begin, m_begin + block_m) send to the program's keys. Tiles are (keys, queries).
 
-    EDGE: some rows may not be touched, or the block lists say that pairs are excluded. ``cut``: the band excludes some.
+    KIND is as for forward.score_tile; rows past the last have an lse that makes p 0, and keys past the last reach only
+    their own gradients, so that a tile at the end needs no mask.
     """
+    EDGE: tl.constexpr = KIND == "edge"
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
     q_desc, dout_desc, lse_desc, delta_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[None, :], cols[:, None]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    channels = part % TILE.num_d * TILE.block_d + tl.arange(0, TILE.block_d)
-    v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
-    BOXES: tl.constexpr = TILE.boxes and not EDGE
-    box_batch = 0 if MODE.varlen else batch
-    box_row = q_start.to(tl.int32) + m_begin
-    if BOXES:  # the statistics too: Triton would repeat a plain load of so short a vector sixteen times a thread
-        q = P.load_box(q_desc, box_batch, box_row, head, TILE.block_m, TILE.block_d)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    q = P.load_rows(q_ptr, q_desc, strides.q, batch, q_start, seqlen_q, head, m_begin, part % TILE.num_d * TILE.block_d,
+                    row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
+    if TILE.boxes and not EDGE:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
-        q = P.load_tile(q_ptr, strides.q, m_begin, channels, row_begin, row_end, TILE.headdim, TILE.block_m,
-                        TILE.block_d, EDGE, MODE.align)
+    v_first = part % TILE.num_dv * TILE.block_dv
+    JOINT: tl.constexpr = TILE.joint and TILE.boxes
+    if JOINT:
+        dout = P.load_rows(dout_ptr, dout_desc, strides.dout, batch, q_start, seqlen_q, head, m_begin, v_first,
+                           row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv, EDGE, MODE, TILE)
     if TILE.num_d == 1:
         s = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     else:
-        s = product(k_ptr, strides.k, n_begin, 0, seqlen_k, q_ptr, strides.q, m_begin, row_begin, row_end, TILE.headdim,
-                    TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
+        s = product(k_ptr, strides.k, n_begin, key_begin, key_end, q_ptr, strides.q, m_begin, row_begin, row_end,
+                    TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
     p = at_most_one(probabilities(s, lse, scalars, MODE))
-    if MODE.band and not EDGE:
+    if KIND == "banded":
         if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
-            delta = tl.where(i < seqlen_q, delta, 0.0)  # past the last row stand another head's
-    if BOXES:
-        dout = P.load_box(dout_desc, box_batch, box_row, head, TILE.block_m, TILE.block_dv)
-    else:
-        dout = P.load_tile(dout_ptr, strides.dout, m_begin, v_channels, row_begin, row_end, TILE.headdim_v,
-                           TILE.block_m, TILE.block_dv, EDGE, MODE.align)
+            p = tl.where(B.keep_band(i, j, lower, upper, MODE), p, 0.0)
+    if not JOINT:
+        dout = P.load_rows(dout_ptr, dout_desc, strides.dout, batch, q_start, seqlen_q, head, m_begin, v_first,
+                           row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv, EDGE, MODE, TILE)
     if EDGE:
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
             seeing = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: rows that see nothing may hold anything
@@ -79,8 +80,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
         if TILE.num_dv == 1:
             dp = tl.dot(v, tl.trans(dout), input_precision=MODE.precision)
         else:
-            dp = product(v_ptr, strides.v, n_begin, 0, seqlen_k, dout_ptr, strides.dout, m_begin, row_begin, row_end,
-                         TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
+            dp = product(v_ptr, strides.v, n_begin, key_begin, key_end, dout_ptr, strides.dout, m_begin, row_begin,
+                         row_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
         ds = p * (dp - delta)
@@ -101,29 +102,23 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
 
     Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
 
-    Grid: (key blocks, channel parts, key heads, batch) in one dimension,
-    key blocks fastest: the first see most queries.
+    Grid: key blocks, channel parts, key heads and batch in the order of places.py; the first see most queries.
     """
     PARTS: tl.constexpr = TILE.num_d if TILE.num_d > TILE.num_dv else TILE.num_dv
-    num_n_blocks = tl.cdiv(sizes.seqlen_k, TILE.block_n)
-    nheads_k = sizes.nheads // sizes.group
-    program = tl.program_id(0)
-    n_block = program % num_n_blocks
-    program = program // num_n_blocks
-    part = program % PARTS
-    program = program // PARTS
-    head_k = program % nheads_k
-    batch = program // nheads_k
-
+    n_block, part, head_k, batch, k_start, seqlen_k = place(
+        extras.cu_seqlens_k, sizes, sizes.seqlen_k, sizes.total_k, sizes.nheads // sizes.group, PARTS, TILE.block_n,
+        False, MODE.varlen)
+    if MODE.varlen:
+        if n_block * TILE.block_n >= seqlen_k:
+            return
     q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
-    k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     n_begin = n_block * TILE.block_n
     n_end = tl.minimum(n_begin + TILE.block_n, seqlen_k)
     cols = n_begin + tl.arange(0, TILE.block_n)
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head_k, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head_k, MODE.align)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
     k = 0
     v = 0
     if TILE.num_d == 1:
@@ -136,14 +131,14 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
 
     reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
-    first, full_first, full_last, last = P.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
-    PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
-        first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, PADDED)
+    first, full_first, full_last, last = B.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+        first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, TILE.boxes)
     num_inner = inner_last - inner_first
-    num_edge = inner_first - first + last - inner_last
-    EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
+    num_outer = inner_first - first + last - inner_last
+    INNER: tl.constexpr = "banded" if MODE.band else "full"
+    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
     for sharer in tl.range(0, sizes.group):
         head = head_k * sizes.group + sharer
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
@@ -156,8 +151,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
         ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
         if MODE.lists:
-            list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
-                                                        n_begin < seqlen_k)
+            list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
+                                                          n_begin < seqlen_k)
         for step in tl.range(0, num_inner, num_stages=TILE.stages):
             if MODE.lists:
                 m_block = tl.load(list_ptr + step)
@@ -166,17 +161,18 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
             cut = (m_block < full_first) | (m_block >= full_last)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, False,
+                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, INNER,
                 MODE, TILE, GRADS)
-        for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
-            if MODE.lists:
-                m_block = tl.load(list_ptr + num_inner + step)
-            else:
-                m_block = P.around(step, first, inner_first, inner_last)
-            dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
-                True, MODE, TILE, GRADS)
+        if EDGES:
+            for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):
+                if MODE.lists:
+                    m_block = tl.load(list_ptr + num_inner + step)
+                else:
+                    m_block = B.around(step, first, inner_first, inner_last)
+                dk, dv, ds_sum = key_tile(
+                    dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
+                    batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
+                    "edge", MODE, TILE, GRADS)
         if GRADS.bias == "col":
             row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
             tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))

@@ -24,7 +24,7 @@ from tilewise.backends.triton.facts import INTERPRETED
 
 KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
 KNOWN_TRITON = ("3.6.",)
-PRIMITIVES = "tilewise.backends.triton.primitives"
+SHARED = ("tilewise.backends.triton.bands", "tilewise.backends.triton.primitives")  # kernels reach them by an alias
 POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -85,8 +85,8 @@ def fix_keys(module: str) -> None:
     """
     known = vars(sys.modules[module])
     used = [value for value in known.values() if isinstance(value, JITFunction)]
-    for name in (PRIMITIVES, *sorted({function.fn.__module__ for function in used})):
-        if name != module and module != PRIMITIVES:
+    for name in (*SHARED, *sorted({function.fn.__module__ for function in used})):
+        if name != module and module not in SHARED:
             fix_keys(name)
     for function in used:
         hash(function.cache_key)

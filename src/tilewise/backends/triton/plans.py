@@ -41,6 +41,12 @@ def blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def programs(problem: Problem, block: int, queries: bool) -> int:
+    """Blocks that cover the sequences of one head: exact, or for packed ones the slots of places.py."""
+    length, total = (problem.seqlen_q, problem.total_q) if queries else (problem.seqlen_k, problem.total_k)
+    return total // block + problem.batch if problem.varlen else blocks(length, block) * problem.batch
+
+
 def types_of(inputs: Inputs, lists: bool) -> Extras:
     """The optional tensors' dtypes in their places, which is what a kernel is compiled for."""
     extras = host.extras_of(inputs, torch.empty(0, dtype=torch.int32, device="meta") if lists else None)
@@ -104,8 +110,12 @@ class ForwardPlan:
         tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors))
         boxes: tuple[Any, ...] = (None,) * 3
         if tile.boxes:
-            sides = ((tile.block_m, tile.block_d), (tile.block_n, tile.block_d), (tile.block_n, tile.block_dv))
-            boxes = tuple(host.box_of(t, *side) for t, side in zip(tensors, sides, strict=True))
+            q, k, v = tensors
+            boxes = (
+                host.box_of(q, tile.block_m, tile.block_d, clipped=False),  # rows past the end reach no result
+                host.box_of(k, tile.block_n, tile.block_d),
+                host.box_of(v, tile.block_n, tile.block_dv),
+            )
         mode = host.mode_of(problem, marks)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         q = inputs.q
@@ -122,7 +132,7 @@ class ForwardPlan:
             mode,
             tile,
         )
-        grid = blocks(problem.seqlen_q, tile.block_m) * tile.num_dv * problem.nheads * problem.batch
+        grid = programs(problem, tile.block_m, queries=True) * tile.num_dv * problem.nheads
         extras = types_of(inputs, mode.lists)
         pointers = (*[problem.dtype] * 4, torch.float32, *boxes, extras)
         self.has_extras = extras != NO_EXTRAS

@@ -1,8 +1,6 @@
-"""What forward and backward share: where a program works, which pairs it keeps, how tiles move, softmax, dropout.
+"""What forward and backward share: where a sequence lies, how tiles move, what changes a score, softmax, dropout.
 
-Every function takes pairs as two broadcastable index tensors, ``i`` (query rows) and ``j`` (key columns),
-so that the same
-code serves a (rows, cols) tile of the forward and the transposed (cols, rows) tile of the key gradients.
+Pairs are two broadcastable index tensors, as in bands.py.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
 ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of the product with the scale and of lse
+RAGGED = tl.constexpr(2**30)  # facts.RAGGED
+STATISTICS = tl.constexpr(64)  # facts.STATISTICS
 EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
 
 
@@ -70,12 +70,27 @@ def load_tile(ptr, stride, first, cols, row_begin, row_end, num_cols, ROWS: tl.c
 
 
 @triton.jit
-def load_box(desc, batch, row, head, ROWS: tl.constexpr, COLS: tl.constexpr):
+def load_box(desc, batch, start, length, row, head, ROWS: tl.constexpr, COLS: tl.constexpr, VARLEN: tl.constexpr):
     """The same tile by the bulk copy engine (TMA), from a descriptor of the whole tensor: no address arithmetic at all.
 
-    Past the tensor's end it reads zeros, so only tiles whose rows all exist may come this way.
+    Past the end of a sequence it reads zeros, see facts.box_of.
     """
-    return desc.load([batch, row, head, 0]).reshape(ROWS, COLS)
+    if VARLEN:
+        tile = desc.load([RAGGED, start.to(tl.int32) + length, head, RAGGED - length + row, 0])
+    else:
+        tile = desc.load([batch, row, head, 0])
+    return tile.reshape(ROWS, COLS)
+
+
+@triton.jit
+def load_rows(ptr, desc, stride, batch, start, length, head, row, first, begin, end, num_cols, ROWS: tl.constexpr,
+              COLS: tl.constexpr, EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+    """Channels [first, first + COLS) of ROWS rows from ``row`` on, either way; an EDGE touches only [begin, end)."""
+    if TILE.boxes and not EDGE:
+        return load_box(desc, batch, start, length, row, head, ROWS, COLS, MODE.varlen)
+    else:
+        return load_tile(ptr, stride, row, first + tl.arange(0, COLS), begin, end, num_cols, ROWS, COLS, EDGE,
+                         MODE.align)
 
 
 @triton.jit
@@ -83,134 +98,6 @@ def store_tile(ptr, stride, values, first, cols, row_end, num_cols, ROWS: tl.con
     addresses = tile_addresses(ptr, stride, first, cols, ROWS, ALIGN)
     inside = (first + tl.arange(0, ROWS) < row_end)[:, None] & (cols < num_cols)[None, :]
     tl.store(addresses, values.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def band(sizes, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """The causal and window rules as lower <= j - i <= upper; a bound that MODE leaves out must not be read."""
-    shift = seqlen_k - seqlen_q
-    lower = shift - sizes.window_left
-    upper = shift + sizes.window_right
-    if MODE.top_left:
-        upper = tl.minimum(upper, 0)
-    return lower, upper
-
-
-@triton.jit
-def seen_keys(lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """Half-open range of the keys that at least one query of the sequence sees, as far as the band decides."""
-    begin = 0
-    end = seqlen_k
-    if MODE.lower:
-        begin = tl.maximum(begin, lower)
-    if MODE.upper:
-        end = tl.minimum(end, seqlen_q + upper)
-    return begin, end
-
-
-@triton.jit
-def seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """Half-open range of the queries that see at least one key, as far as the band decides."""
-    begin = 0
-    end = seqlen_q
-    if MODE.upper:
-        begin = tl.maximum(begin, -upper)
-    if MODE.lower:
-        end = tl.minimum(end, seqlen_k - lower)
-    return begin, end
-
-
-@triton.jit
-def key_blocks(m_begin, m_end, lower, upper, seqlen_k, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
-    """Key blocks that rows [m_begin, m_end) touch: [first, last), of which [full_first, full_last) need no mask."""
-    begin = 0
-    end = seqlen_k
-    full_begin = 0
-    full_end = seqlen_k
-    if MODE.lower:
-        begin = tl.maximum(begin, m_begin + lower)
-        full_begin = tl.maximum(full_begin, m_end - 1 + lower)
-    if MODE.upper:
-        end = tl.minimum(end, m_end + upper)
-        full_end = tl.minimum(full_end, m_begin + upper + 1)
-    first = begin // BLOCK_N
-    last = tl.maximum(tl.cdiv(tl.maximum(end, 0), BLOCK_N), first)
-    full_first = tl.minimum(tl.cdiv(full_begin, BLOCK_N), last)
-    full_last = tl.maximum(tl.maximum(full_end, 0) // BLOCK_N, full_first)
-    return first, full_first, full_last, last
-
-
-@triton.jit
-def query_blocks(n_begin, n_end, lower, upper, seqlen_q, BLOCK_M: tl.constexpr, MODE: tl.constexpr):
-    """Query blocks that keys [n_begin, n_end) touch: [first, last), of which [full_first, full_last) need no mask.
-
-    A key past the last one needs no mask either: its row of the transposed tile reaches only its own gradients.
-    """
-    begin = 0
-    end = seqlen_q
-    full_begin = 0
-    full_end = seqlen_q
-    if MODE.upper:
-        begin = tl.maximum(begin, n_begin - upper)
-        full_begin = tl.maximum(full_begin, n_end - 1 - upper)
-    if MODE.lower:
-        end = tl.minimum(end, n_end - lower)
-        full_end = tl.minimum(full_end, n_begin - lower + 1)
-    first = begin // BLOCK_M
-    last = tl.maximum(tl.cdiv(tl.maximum(end, 0), BLOCK_M), first)
-    full_first = tl.minimum(tl.cdiv(full_begin, BLOCK_M), last)
-    full_last = tl.maximum(tl.maximum(full_end, 0) // BLOCK_M, full_first)
-    return first, full_first, full_last, last
-
-
-@triton.jit
-def sorted_blocks(first, full_first, full_last, last, begin, end, length, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Block ranges in order: edge, from inner_first cut, [full_first, full_last) full, cut, from inner_last edge.
-
-    An edge has a row outside of [begin, end), so that its loads are masked; a cut tile only has excluded pairs.
-    PADDED: rows from ``length`` on read as zeros, so that they do no harm either (TMA past the end of a tensor).
-    """
-    inner_first = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK), first), last)
-    inner_last = end // BLOCK
-    if PADDED:
-        inner_last = tl.where(end >= length, last, inner_last)
-    inner_last = tl.minimum(tl.maximum(inner_last, inner_first), last)
-    full_first = tl.minimum(tl.maximum(full_first, inner_first), inner_last)
-    full_last = tl.minimum(tl.maximum(full_last, full_first), inner_last)
-    return inner_first, full_first, full_last, inner_last
-
-
-@triton.jit
-def around(step, first, skip_first, skip_last):
-    """The block number ``step`` of [first, skip_first) and what follows skip_last."""
-    left = skip_first - first
-    return tl.where(step < left, first + step, skip_last + step - left)
-
-
-@triton.jit
-def keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE: tl.constexpr):
-    """The pairs inside the sequence and its band."""
-    keep = (j < seqlen_k) & (i < seqlen_q)
-    if MODE.lower:
-        keep &= j - i >= lower
-    if MODE.upper:
-        keep &= j - i <= upper
-    return keep
-
-
-@triton.jit
-def keep_keys(i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
-    """The same by two numbers of a query, with fewer compares; what a row past the last keeps does not matter.
-
-    Not for tiles behind a branch: with so little to do the compiler would make the branch a selection in every tile.
-    """
-    end = tl.zeros_like(i) + seqlen_k
-    if MODE.upper:
-        end = tl.minimum(end, i + upper + 1)
-    keep = j < end
-    if MODE.lower:
-        keep &= j >= i + lower
-    return keep
 
 
 @triton.jit
@@ -308,8 +195,14 @@ def partial_sums(p, PARTS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
-    """One step of the online softmax: p = exp(s - row_max), the state rescaled.
+def row_tops(s, PARTS: tl.constexpr):
+    """Row maxima, in the same parts first: chains of comparisons that do not wait for each other, the same result."""
+    return tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // PARTS, PARTS]), 1), 1)
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+    """One step of the online softmax: p = exp(s - row_max), the state, and by what the sums of earlier tiles shrink.
 
     Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
     products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
@@ -317,9 +210,9 @@ def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: t
     and unusable beyond, where the caller starts again.
     """
     if FUSED:
-        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        new_max = tl.maximum(row_max, row_tops(s, row_sum.shape[1]) * unit)
     else:
-        new_max = tl.maximum(row_max, tl.max(s, 1))
+        new_max = tl.maximum(row_max, row_tops(s, row_sum.shape[1]))
     origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
     if FUSED:
         p = tl.exp2(s * unit - origin[:, None])
@@ -328,7 +221,7 @@ def softmax_step(s, row_max, row_sum, acc, unit, PRECISE: tl.constexpr, FUSED: t
         p = exp(s - origin[:, None], PRECISE)
         rescale = exp(row_max - origin, PRECISE)
     row_sum = row_sum * rescale[:, None] + partial_sums(p, row_sum.shape[1])
-    return p, new_max, row_sum, acc * rescale[:, None]
+    return p, new_max, row_sum, rescale
 
 
 @triton.jit
@@ -372,11 +265,12 @@ def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
 
 @triton.jit
 def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
-    """The same in the backward's own lse and delta: always a multiple of 4 numbers, which TMA asks for (16 bytes)."""
+    """The same in the backward's own lse and delta, where a head has a multiple of STATISTICS rows."""
     if VARLEN:
-        return head.to(tl.int64) * (sizes.total_q // 4 * 4 + 4 * sizes.batch + 4) + (start + 4 * batch) // 4 * 4
+        rows = (sizes.total_q // STATISTICS + sizes.batch + 1) * STATISTICS
+        return head.to(tl.int64) * rows + (start // STATISTICS + batch) * STATISTICS
     else:
-        return (batch.to(tl.int64) * sizes.nheads + head) * ((seqlen_q + 3) // 4 * 4)
+        return (batch.to(tl.int64) * sizes.nheads + head) * (tl.cdiv(seqlen_q, STATISTICS) * STATISTICS)
 
 
 @triton.jit

@@ -5,67 +5,66 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.backward_parts import at_most_one, probabilities, product, row_statistics, scores
+from tilewise.backends.triton.places import place
 
 
 @triton.jit
 def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
                sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, cut, seqlen_q, seqlen_k,
-               EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+               KIND: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys).
 
-    EDGE: some keys may not be touched, the block lists say that pairs are excluded, or lse is huge. ``cut``: the band
-    excludes some.
+    KIND is as for forward.score_tile; a huge lse makes pairs count as excluded.
     """
+    EDGE: tl.constexpr = KIND == "edge"
     q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr = pointers
     k_desc, v_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[:, None], cols[None, :]
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    channels = part * TILE.block_d + tl.arange(0, TILE.block_d)
-
-    BOXES: tl.constexpr = TILE.boxes and not EDGE
-    box_batch = 0 if MODE.varlen else batch
-    box_row = k_start.to(tl.int32) + n_begin
-    box_head = head // sizes.group
-    if BOXES:
-        k = P.load_box(k_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_d)
-    else:
-        k = P.load_tile(k_ptr, strides.k, n_begin, channels, key_begin, key_end, TILE.headdim, TILE.block_n,
-                        TILE.block_d, EDGE, MODE.align)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    head_k = head // sizes.group
+    k = P.load_rows(k_ptr, k_desc, strides.k, batch, k_start, seqlen_k, head_k, n_begin, part * TILE.block_d, key_begin,
+                    key_end, TILE.headdim, TILE.block_n, TILE.block_d, EDGE, MODE, TILE)
+    JOINT: tl.constexpr = TILE.joint and TILE.boxes
+    if JOINT:
+        v = P.load_rows(v_ptr, v_desc, strides.v, batch, k_start, seqlen_k, head_k, n_begin, 0, key_begin, key_end,
+                        TILE.headdim_v, TILE.block_n, TILE.block_dv, EDGE, MODE, TILE)
     if TILE.num_d == 1:
         s = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     else:
-        s = product(q_ptr, strides.q, m_begin, 0, seqlen_q, k_ptr, strides.k, n_begin, key_begin, key_end, TILE.headdim,
-                    TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
-    s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
-                      EDGE or MODE.band, MODE)
+        s = product(q_ptr, strides.q, m_begin, row_begin, row_end, k_ptr, strides.k, n_begin, key_begin, key_end,
+                    TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
+    s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, KIND != "full",
+                      MODE)
     p = probabilities(s, lse[:, None], scalars, MODE)
     if EDGE:
         p = at_most_one(p)
-    if MODE.band and not EDGE:
+    elif KIND == "cut":
+        p = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), at_most_one(p), 0.0)
+    elif KIND == "banded":
         if cut:
-            p = tl.where(P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE), p, 0.0)
+            p = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), at_most_one(p), 0.0)
     if TILE.num_dv == 1:
-        if BOXES:
-            v = P.load_box(v_desc, box_batch, box_row, box_head, TILE.block_n, TILE.block_dv)
-        else:
-            v = P.load_tile(v_ptr, strides.v, n_begin, tl.arange(0, TILE.block_dv), key_begin, key_end, TILE.headdim_v,
-                            TILE.block_n, TILE.block_dv, EDGE, MODE.align)
+        if not JOINT:
+            v = P.load_rows(v_ptr, v_desc, strides.v, batch, k_start, seqlen_k, head_k, n_begin, 0, key_begin, key_end,
+                            TILE.headdim_v, TILE.block_n, TILE.block_dv, EDGE, MODE, TILE)
         dp = tl.dot(dout, tl.trans(v), input_precision=MODE.precision)
     else:
-        dp = product(dout_ptr, strides.dout, m_begin, 0, seqlen_q, v_ptr, strides.v, n_begin, key_begin, key_end,
-                     TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
+        dp = product(dout_ptr, strides.dout, m_begin, row_begin, row_end, v_ptr, strides.v, n_begin, key_begin,
+                     key_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
     if MODE.dropout:
         kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
                               scalars.max_dropped, TILE.block_m, TILE.block_n, False)
         dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if EDGE:
-        keep = P.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
+        keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
             seen = tl.max(keep.to(tl.int32), 0)[:, None] > 0  # 0 * NaN: a key that no row sees may hold anything
@@ -95,18 +94,15 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     With GRADS.statistics it runs first, since it computes the row statistics on its way: out is read once and dout is
     at hand.
 
-    Grid: (query blocks, channel parts, heads, batch) in one dimension, query blocks fastest, the last first.
+    Grid: query blocks, channel parts, heads and batch in the order of places.py, the last block first.
     """
     num_m_blocks = tl.cdiv(sizes.seqlen_q, TILE.block_m)
-    program = tl.program_id(0)
-    m_block = num_m_blocks - 1 - program % num_m_blocks
-    program = program // num_m_blocks
-    part = program % TILE.num_d
-    program = program // TILE.num_d
-    head = program % sizes.nheads
-    batch = program // sizes.nheads
-
-    q_start, seqlen_q = P.sequence(extras.cu_seqlens_q, batch, sizes.seqlen_q, MODE.varlen)
+    m_block, part, head, batch, q_start, seqlen_q = place(
+        extras.cu_seqlens_q, sizes, sizes.seqlen_q, sizes.total_q, sizes.nheads, TILE.num_d, TILE.block_m, True,
+        MODE.varlen)
+    if MODE.varlen:
+        if (m_block < 0) | (m_block * TILE.block_m >= seqlen_q):
+            return
     k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     m_begin = m_block * TILE.block_m
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
@@ -115,8 +111,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
     dout_ptr = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-    lower, upper = P.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, row_end = P.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything
     q = 0
     dout = 0
     if TILE.num_d == 1:
@@ -147,41 +143,44 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
     slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = P.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
-    PADDED: tl.constexpr = TILE.boxes and MODE.band and not MODE.varlen
-    key_begin, key_end = P.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = P.sorted_blocks(
-        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, PADDED)
-    if huge:  # every tile is an edge, and the others need no clamp
-        inner_last = inner_first
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
+    key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and MODE.band)
+    if not MODE.band:
+        if huge:  # all go to the outer tiles, so that the inner ones need no clamp
+            inner_last = inner_first
     num_inner = inner_last - inner_first
-    num_edge = inner_first - first + last - inner_last
-    EDGE_STAGES: tl.constexpr = TILE.stages if MODE.lists or not TILE.boxes else 1  # lists have many, else at most two
+    num_outer = inner_first - first + last - inner_last
     if MODE.lists:
-        list_ptr, num_inner, num_edge = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
-                                                    m_begin < seqlen_q)
+        list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
+                                                      m_begin < seqlen_q)
         if huge:
-            num_edge += num_inner
+            num_outer += num_inner
             num_inner = 0
+    INNER: tl.constexpr = "banded" if MODE.band else "full"
     for step in tl.range(0, num_inner, num_stages=TILE.stages):
         if MODE.lists:
             n_block = tl.load(list_ptr + step)
         else:
             n_block = inner_first + step
-        cut = (n_block < full_first) | (n_block >= full_last)
+        cut = (n_block < full_first) | (n_block >= full_last) | huge
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
             scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k,
-            False, MODE, TILE, GRADS)
-    for step in tl.range(0, num_edge, num_stages=EDGE_STAGES):
-        if MODE.lists:
-            n_block = tl.load(list_ptr + num_inner + step)
-        else:
-            n_block = P.around(step, first, inner_first, inner_last)
-        dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q, seqlen_k,
-            True, MODE, TILE, GRADS)
+            INNER, MODE, TILE, GRADS)
+    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
+    OUTER: tl.constexpr = "edge" if EDGES else "cut"
+    if EDGES or not MODE.band:
+        for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):
+            if MODE.lists:
+                n_block = tl.load(list_ptr + num_inner + step)
+            else:
+                n_block = B.around(step, first, inner_first, inner_last)
+            dq, row_sum, slope_sum = query_tile(
+                dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
+                sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q,
+                seqlen_k, OUTER, MODE, TILE, GRADS)
 
     if GRADS.q:
         dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise import masks
 from tilewise.backends.triton.arguments import Config, Tile
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
@@ -27,6 +28,9 @@ class Row(NamedTuple):
     stages: int
     reason: str
     registers: int | None = None  # at most for each thread, so that one more block fits on a multiprocessor
+    joint: bool = False  # see Tile
+    overlap: bool = False
+    keys: int = 0  # only for problems whose queries see at least so many keys on average
 
 
 class Shape(NamedTuple):
@@ -38,40 +42,49 @@ class Shape(NamedTuple):
 
 Table = tuple[Row, ...]
 
-# H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 16k is 1 x 16384, c causal. A row's
-# figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
+# H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 4k 4 x 4096, 16k 1 x 16384, c causal.
+# A row's figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
-        " 391/233/425; two stages, four blocks 373 where three stages have 439", registers=128),
-    Row(128, 64, 64, 4, 3, "1k 464, c 333, 16k c 510; 64x32, 4 stages 442/285/417; 168 registers, three blocks resident"
-        " 411/297/428; 128x64, 8 warps 393/259/443; 64x128 284/183/314"),
-    Row(256, 64, 32, 4, 3, "1k c 364; 128x32, 8 warps 304; 128x64, 8 warps 240; two stages 300 where three have 372"),
+        " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466",
+        registers=128, joint=True),
+    Row(128, 64, 64, 4, 3, "overlap: 1k 464, 4k 560, c 500, 16k 542, c 559; joint loads 1k 452; neither 542/462/514"
+        "/494; both 561/488/547/528 for 4k and 16k; 8 warps, 128x64 and 128x128 16k 461 and 464 where this has 549",
+        overlap=True, keys=1000),
+    Row(128, 64, 64, 4, 3, "1k c 376, window of 1024 435 with joint loads; without 361/428; overlap 363/432; 64x32, 4"
+        " stages, three blocks resident 369 and 434 where this has 345 and 446; two stages 367; 64x128 284; 128x32, 4"
+        " warps 393; 8 warps 384", joint=True),
+    Row(256, 64, 32, 4, 3, "joint loads: 1k 526, 4k 601, c 525, 16k 607, c 610; without 505/571/508/562/583; 128x64, 8"
+        " warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385 where this has 489", joint=True),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
 _KEYS_90: Table = (
-    Row(64, 64, 64, 4, 3, "1k c 321; two stages 313; 64x128, 8 warps 240"),
-    Row(128, 64, 64, 4, 2, "1k c 391, 16k c 621; 32x64 330/499; 32x64, 3 stages 351/544; 64x128, 8 warps 317/521"),
+    Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
+    Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_K_90: Table = (
     *_KEYS_90[:2],
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
-        " and two blocks resident 232/225"),
+        " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
+        "/337",
+        joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
     *_KEYS_90[:2],
-    Row(256, 64, 128, 8, 2, "1k 434, c 336, 16k 565; 32x128, 3 stages 435/302/548; 32x64, 4 warps, two blocks resident"
-        " 377 where this has 429"),
+    Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
+        " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
-    Row(64, 64, 64, 4, 3, "1k c 386; two stages 332; 128x64 339; 128 registers 373 where this has 378"),
-    Row(128, 64, 64, 4, 2, "1k c 353, 16k c 559; 64x32, 3 stages 353/516; 128x64, 8 warps 280"),
-    Row(256, 128, 32, 8, 3, "1k 447, c 318; two stages 357/256; 64x64, one stage 270/202; 64x32, two blocks resident"
-        " 314"),
+    Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
+    Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
+        " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
+    Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
+        " two blocks resident 314; joint loads: whole backward 1k 294, 16k 364, else 287/349", joint=True),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
 )
 _FORWARD_80: Table = (
@@ -148,6 +161,15 @@ def power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def keys_of_a_query(problem: Problem) -> int:
+    """How many keys a query sees on average, as far as the band decides; of packed sequences one of mean length."""
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    if problem.varlen and problem.batch:
+        seqlen_q, seqlen_k = problem.total_q // problem.batch, problem.total_k // problem.batch
+    mean = problem.replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return masks.kept_pairs(masks.band(mean), seqlen_q, seqlen_k) // max(seqlen_q, 1)
+
+
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
     """Whether dk and dv come from two launches: on sm_90 accumulators of over 128 channels do not fit together."""
     return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
@@ -156,8 +178,9 @@ def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
 def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
+    keys = keys_of_a_query(problem)
     table = _table(kernel, problem.dtype.itemsize, facts, align)
-    return next(row for row in table if dim <= row.dim)
+    return next(row for row in table if dim <= row.dim and keys >= row.keys)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
@@ -177,6 +200,8 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         num_dv=-(-problem.headdim_v // block_dv),
         stages=row.stages,
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
+        joint=row.joint,
+        overlap=row.overlap,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))

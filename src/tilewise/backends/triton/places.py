@@ -1,0 +1,65 @@
+"""Where a program works: its block, channel part, head and sequence, from its number in a one-dimensional grid."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton import primitives as P  # noqa: N812
+
+PROBES = tl.constexpr(128)  # offsets that one step of a search looks at
+
+
+@triton.jit
+def packed_sequence(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
+    """The sequence that owns a slot, and the slot's number within it.
+
+    Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on. That is room for all its blocks of BLOCK tokens, and
+    no more than one slot too many, without the sum of the block numbers of those before it.
+    """
+    low = tl.zeros((), tl.int32)
+    size = batch
+    while size > 1:
+        stride = tl.cdiv(size, PROBES)
+        probes = low + tl.arange(0, PROBES) * stride
+        valid = probes < low + size
+        tokens = tl.load(cu_seqlens + probes, mask=valid, other=0)
+        begun = valid & ((tokens // BLOCK).to(tl.int32) + probes <= slot)
+        reached = tl.maximum(tl.sum(begun.to(tl.int32)) - 1, 0) * stride
+        size = tl.minimum(stride, size - reached)
+        low += reached
+    return low, slot - (tl.load(cu_seqlens + low) // BLOCK).to(tl.int32) - low
+
+
+@triton.jit
+def place(cu_seqlens, sizes, seqlen, total, heads, PARTS: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
+          VARLEN: tl.constexpr):
+    """(block, part, head, sequence, the sequence's first token and length) of this program.
+
+    Heads of all sequences, or of the packed tokens, are taken ``sizes.together`` at a time: first the first block of
+    each, then the second of each and so on. So what a head's blocks share stays in the L2 cache, and where work differs
+    from block to block the programs that start last have little of it. Packed tokens have as many blocks as
+    plans.programs says; one too many is outside of its sequence.
+    """
+    program = tl.program_id(0)
+    if VARLEN:
+        num_blocks = total // BLOCK + sizes.batch
+        units = heads * PARTS
+    else:
+        num_blocks = tl.cdiv(seqlen, BLOCK)
+        units = heads * PARTS * sizes.batch
+    before = program // (sizes.together * num_blocks) * sizes.together
+    together = tl.minimum(sizes.together, units - before)
+    program -= before * num_blocks
+    block = program // together
+    unit = before + program % together
+    part = unit % PARTS
+    head = unit // PARTS % heads
+    if VARLEN:
+        sequence, block = packed_sequence(block, cu_seqlens, sizes.batch, BLOCK)
+    else:
+        sequence = unit // PARTS // heads
+    start, length = P.sequence(cu_seqlens, sequence, seqlen, VARLEN)
+    if LAST_FIRST:
+        block = tl.cdiv(length, BLOCK) - 1 - block
+    return block, part, head, sequence, start, length
