@@ -18,19 +18,29 @@ QUICK = ("causal",)
 HOT_SPILLS = {(64, "long"): 30, (128, "window"): 6, (128, "everything"): 24}
 
 
+BY_BLOCK: dict[str, dict[str, Any]] = {
+    "by block": {"causal": "bottom_right", "by_block": True},
+    "by block, long": {"rows": 9000, "keys": 9000, "by_block": True},
+    "by block, window": {"window_left": 100, "window_right": 0, "by_block": True},
+    "by block, everything": {
+        "causal": "bottom_right", "softcap": 30.0, "alibi_slopes": True, "sink": True, "by_block": True
+    },
+}  # fmt: skip
+
+
 def cases() -> list[Any]:
     """Every tile with every feature; most are slow."""
     return [
         pytest.param(*dims, name, id=f"{dims[0]}-{dims[1]}-{name}", marks=[] if name in QUICK else [pytest.mark.slow])
         for dims in DIMS
-        for name in FEATURES
+        for name in (*FEATURES, *BY_BLOCK)
     ]
 
 
 @pytest.mark.parametrize(("headdim", "headdim_v", "name"), cases())
 def test_machine_code(headdim: int, headdim_v: int, name: str, tmp_path: Path) -> None:
     """Shared memory fits, no product waits for the one before it, and the products are fp8's."""
-    for wanted in launches(headdim, headdim_v, FP8, **FEATURES[name]):
+    for wanted in launches(headdim, headdim_v, FP8, **(FEATURES | BY_BLOCK)[name]):
         found = machine(wanted, tmp_path)
         where = f"{wanted.kernel.__name__}: {found}"
         assert found.shared <= SHARED_MEMORY, where
