@@ -72,7 +72,7 @@ _FP8 = {
     (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 32),
     (256, 128): Fp8Tile(128, 256, 128, 2, 3, 160, 32),
 }
-# +5 % full and +10 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
+# +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)
 FP8_LONG = 8192  # query rows; between what was measured
 # slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
