@@ -14,7 +14,8 @@ import torch
 import triton
 
 from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8
-from tilewise.descale import FP8
+from tilewise.descale import FP8, blocks_of
+from tilewise.fp8 import describe_scaled
 from tilewise.inputs import Arguments, describe
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -61,9 +62,10 @@ def launches(
     varlen: bool = False,
     rows: int = 300,
     keys: int = 300,
+    by_block: bool = False,
     **options: Any,
 ) -> list[Wanted]:
-    """What forward and backward of one call would launch; fp8 has a forward, here with descales."""
+    """What forward and backward of one call would launch; fp8 has a forward, here with descales, maybe by block."""
     lead, lead_k = ((rows,), (rows,)) if varlen else ((2, rows), (2, keys))
     q, dout = (torch.empty(*lead, 4, dim, dtype=dtype) for dim in (headdim, headdim_v))
     k, v = (torch.empty(*lead_k, 2, dim, dtype=dtype) for dim in (headdim, headdim_v))
@@ -81,10 +83,13 @@ def launches(
     for name in ("alibi_slopes", "sink"):
         if options.pop(name, False):
             plain[name] = torch.ones(4)
-    problem, inputs = describe(Arguments(**(plain | {"q": q, "k": k, "v": v} | options)))
+    arguments = Arguments(**(plain | {"q": q, "k": k, "v": v} | options))
+    problem, inputs = describe(arguments)
     if dtype == FP8:
-        descale = torch.ones(problem.batch, problem.nheads_k)
-        inputs = inputs.replace(q_descale=descale, k_descale=descale, v_descale=descale)
+        blocks = (blocks_of(rows), blocks_of(keys), blocks_of(keys)) if by_block else ()
+        problem, inputs = describe_scaled(
+            arguments, [torch.ones(problem.batch, problem.nheads_k, *blocks[i : i + 1]) for i in range(3)]
+        )
         with recorded() as wanted:
             plans_fp8.Fp8ForwardPlan(problem, inputs)
         return wanted

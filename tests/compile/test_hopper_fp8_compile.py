@@ -10,12 +10,26 @@ import pytest
 pytest.importorskip("triton")
 from tests.compile.hopper_kernels import SHARED_MEMORY, launches, machine
 from tests.compile.test_hopper_compile import DIMS, FEATURES
+from tilewise.backends.hopper.tiles import block_of
 from tilewise.descale import FP8
 
-QUICK = ("causal",)
-# local memory accesses in the loops with products: four warpgroups leave 112 registers for 64 channels, three leave
-# 160, which slopes and every feature at once pass
-HOT_SPILLS = {(64, "long"): 30, (128, "window"): 6, (128, "everything"): 24}
+QUICK = ("causal", "long")
+# channels of the tile's v -> local memory accesses in the loops with products: four warpgroups leave 112 registers for
+# 64 channels, three leave 160, and of the two for 256 channels the first has 232, which a masked block passes
+HOT_SPILLS = {(64, "long"): 30, (128, "window"): 6, (128, "by block, window"): 3}
+HOT_SPILLS_256 = 16
+
+
+FP8_FEATURES: dict[str, dict[str, Any]] = FEATURES | {
+    "long": {"causal": "bottom_right", "rows": 9000, "keys": 9000},
+    "long, full": {"rows": 9000, "keys": 9000},
+    "by block": {"causal": "bottom_right", "by_block": True},
+    "by block, long": {"rows": 9000, "keys": 9000, "by_block": True},
+    "by block, window": {"window_left": 100, "window_right": 0, "by_block": True},
+    "by block, everything": {
+        "causal": "bottom_right", "softcap": 30.0, "alibi_slopes": True, "sink": True, "by_block": True
+    },
+}  # fmt: skip
 
 
 def cases() -> list[Any]:
@@ -23,17 +37,19 @@ def cases() -> list[Any]:
     return [
         pytest.param(*dims, name, id=f"{dims[0]}-{dims[1]}-{name}", marks=[] if name in QUICK else [pytest.mark.slow])
         for dims in DIMS
-        for name in FEATURES
+        for name in FP8_FEATURES
     ]
 
 
 @pytest.mark.parametrize(("headdim", "headdim_v", "name"), cases())
 def test_machine_code(headdim: int, headdim_v: int, name: str, tmp_path: Path) -> None:
     """Shared memory fits, no product waits for the one before it, and the products are fp8's."""
-    for wanted in launches(headdim, headdim_v, FP8, **FEATURES[name]):
+    block_dv = block_of(headdim_v)
+    allowed = HOT_SPILLS_256 if block_dv == 256 else HOT_SPILLS.get((block_dv, name), 0)
+    for wanted in launches(headdim, headdim_v, FP8, **FP8_FEATURES[name]):
         found = machine(wanted, tmp_path)
         where = f"{wanted.kernel.__name__}: {found}"
         assert found.shared <= SHARED_MEMORY, where
         assert not found.serialized, where
-        assert found.hot_spills <= HOT_SPILLS.get((headdim_v, name), 0), where
+        assert found.hot_spills <= allowed, where
         assert (found.products > 0) == (wanted.kernel.__name__ == "forward_fp8_kernel"), where

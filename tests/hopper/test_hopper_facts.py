@@ -9,7 +9,7 @@ import torch
 
 from tilewise.backends.hopper import BACKEND, tiles
 from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
-from tilewise.descale import FP8
+from tilewise.descale import BLOCK, FP8
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.choose import choose_among
 from tilewise.inputs import Inputs
@@ -274,21 +274,32 @@ def test_forward_tiles(headdim: int, headdim_v: int, rows: int, expected: tuple[
         ({"alibi": True}, 128),
         ({"headdim": 192, "alibi": True}, 128),
         ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "window_left": 5}, 192),
+        ({"headdim": 64, "headdim_v": 64, "seqlen_q": 9000, "descales": ("k",), "block_descales": ("k",)}, 192),
         ({}, 192),
         ({"headdim": 256, "headdim_v": 256}, 128),
         ({"headdim": 192}, 192),
     ],
 )
 def test_fp8_tiles(changes: dict[str, Any], rows: int) -> None:
-    """Registers and named barriers are enough for the warpgroups of every tile, and a slot of v is one turner's."""
+    """Registers and named barriers are enough for the warpgroups of every tile."""
     tile = tiles.fp8_tile(problem(dtype=FP8, **changes))
     assert tile.block_m == rows
-    assert tile.values_barrier + tile.stages <= 16
-    assert tile.stages in (2, 4)
+    assert tile.block_n == BLOCK
+    assert tile.turns_barrier + tile.consumers <= 16
+    assert tile.stages & (tile.stages - 1) == 0
     others = 128 * ((tile.consumers - 1) * tile.registers + tile.small_registers)
     assert others + 128 * tile.registers <= 65536
 
 
-def test_descales_of_blocks_are_refused_with_the_reason() -> None:
-    reasons = BACKEND.supports(problem(dtype=FP8, descales=("k",), block_descales=("k",)), H200)
-    assert [reason.what for reason in reasons] == ["descale"]
+def test_key_blocks_are_those_of_their_descales() -> None:
+    """With descales by block a window's first key may lie inside a block: what is before it is cut off all the same."""
+    facts = {"dtype": FP8, "seqlen_q": 200, "seqlen_k": 777, "window_left": 100}
+    plain = tiles.seen_keys(problem(**facts))
+    seen = tiles.seen_keys(problem(**facts, descales=("v",), block_descales=("v",)))
+    assert (plain.begin, plain.unseen) == (477, 0)
+    assert (seen.begin, seen.unseen, seen.end) == (384, 93, 777)
+    assert seen.lower - plain.lower == seen.shift - plain.shift == 93
+    mode = tiles.mode_of(problem(**facts, descales=("v",), block_descales=("v",)))
+    assert mode.by_block
+    assert mode.lower
+    assert not tiles.mode_of(problem(**facts, descales=("q",), block_descales=("q",))).by_block

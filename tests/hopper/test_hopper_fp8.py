@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tilewise import attention_varlen, attention_with_lse, quantize_fp8
-from tilewise.descale import FP8, real
+from tilewise.descale import FP8, blocks_of, real
 from tilewise.testing.oracle import attention_oracle
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.hopper, pytest.mark.skipif(not HERE, reason="needs an sm_90 device")]
 BR = {"causal": True}
-# batch, nheads, nheads_k, seqlen_q, seqlen_k, headdim, headdim_v; options; whether there are descales. Every set of
-# features is compiled on its own, so few kernels serve many cases.
-CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
+# batch, nheads, nheads_k, seqlen_q, seqlen_k, headdim, headdim_v; options; whether there are descales, or "block": one
+# for each block. Every set of features is compiled on its own, so few kernels serve many cases.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool | str]] = {
     "full": ((2, 4, 4, 256, 256, 128, 128), {}, False),
     "one query": ((2, 8, 2, 1, 900, 128, 128), {}, True),
     "gqa ragged": ((1, 8, 2, 391, 517, 128, 128), BR, True),
@@ -31,6 +31,13 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
     "96, softcap": ((1, 4, 4, 500, 500, 96, 96), BR | {"softcap": 5.0}, True),
     "192 and 128": ((1, 4, 4, 700, 700, 192, 128), BR, True),
     "256": ((1, 4, 4, 300, 513, 256, 256), {}, False),
+    "by block": ((2, 4, 2, 391, 517, 128, 128), BR, "block"),
+    "by block, full": ((2, 4, 2, 391, 517, 64, 64), {}, "block"),
+    "by block, 256, softcap": ((1, 4, 4, 300, 513, 256, 256), {"softcap": 5.0}, "block"),
+    "by block, window from the middle of a block on": (
+        (1, 4, 2, 200, 777, 128, 128), {"window_size": (100, 20), "softmax_scale": -0.1}, "block"
+    ),
+    "by block, four warpgroups": ((1, 2, 1, 8200, 1000, 64, 64), {}, "block"),
 }
 
 
@@ -65,12 +72,22 @@ def descales_of(batch: int, nheads_k: int) -> dict[str, torch.Tensor]:
     }
 
 
+def descales_by_block(sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Of both signs and some zeros for scores; for values far apart, so that some blocks count a lot more."""
+    batch, _, nheads_k, seqlen_q, seqlen_k, _, _ = sizes
+    of_q, of_k, of_v = (
+        torch.rand(batch, nheads_k, blocks_of(n), device="cuda") for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    of_k = torch.where(of_k < 0.1, 0.0, of_k - 0.5)
+    return {"q_descale": of_q + 0.5, "k_descale": of_k, "v_descale": 10.0 ** (4 * of_v - 2)}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_of_the_real_values(name: str) -> None:
     """P in e4m3 is off by 2.6 % rms a weight, and what it is off averages out with the values."""
     sizes, options, scaled = CASES[name]
     q, k, v = tensors(sizes)
-    descales = descales_of(sizes[0], sizes[2]) if scaled else {}
+    descales = descales_by_block(sizes) if scaled == "block" else descales_of(sizes[0], sizes[2]) if scaled else {}
     out, lse = attention_with_lse(q, k, v, backend="hopper", **descales, **options)
     assert out.dtype == torch.bfloat16
     exact, exact_lse = expected(q, k, v, descales, **options)
@@ -122,6 +139,18 @@ def test_maxima_that_creep_and_jump(headdim: int) -> None:
     torch.testing.assert_close(lse.cpu().double(), exact_lse, atol=6e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_slopes(dims: tuple[int, int]) -> None:
+    """ALiBi takes registers, so its tiles have fewer warpgroups."""
+    q, k, v = tensors((1, 4, 2, 391, 517, *dims))
+    descales = descales_of(1, 2)
+    slopes = 2.0 ** -torch.arange(1.0, 5.0)
+    out, lse = attention_with_lse(q, k, v, backend="hopper", alibi_slopes=slopes.cuda(), **BR, **descales)
+    exact, exact_lse = expected(q, k, v, descales, alibi_slopes=slopes, **BR)
+    assert relative(out, exact) < 0.05
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, atol=6e-3, rtol=1e-3)
+
+
 def test_packed_equals_dense() -> None:
     lengths_q, lengths_k = [40, 5, 128, 300], [700, 5, 0, 100]
     offsets = [torch.tensor([0, *lengths], device="cuda").cumsum(0).int() for lengths in (lengths_q, lengths_k)]
@@ -143,6 +172,28 @@ def test_nan_in_keys_that_no_query_sees() -> None:
     out, lse = attention_with_lse(q, k, v, causal="top_left", backend="hopper", **descales_of(1, 2))
     assert not out.isnan().any()
     assert not lse.isnan().any()
+
+
+def test_nan_before_the_first_seen_key_of_a_block() -> None:
+    """Blocks of keys begin where those of descales do, which no query sees up to key 477."""
+    sizes = (1, 2, 2, 200, 777, 128, 128)
+    q, k, v = tensors(sizes)
+    for tensor in (k, v):
+        tensor[:, :477].view(torch.uint8).fill_(0x7F)
+    out, lse = attention_with_lse(q, k, v, window_size=(100, 0), backend="hopper", **descales_by_block(sizes))
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+def test_blocks_alike_are_a_head() -> None:
+    """The same number for every block of a head, or one for the head: what differs is where it is multiplied."""
+    q, k, v = tensors((1, 4, 2, 300, 500, 128, 128))
+    head = {name: torch.rand(1, 2, device="cuda") + 0.5 for name in ("q_descale", "k_descale", "v_descale")}
+    block = {name: head[name][..., None].expand(1, 2, 3 if name[0] == "q" else 4) for name in head}
+    out, lse = attention_with_lse(q, k, v, causal=True, backend="hopper", **head)
+    same, same_lse = attention_with_lse(q, k, v, causal=True, backend="hopper", **block)
+    assert relative(same, out.cpu().double()) < 5e-3
+    torch.testing.assert_close(same_lse, lse, atol=1e-4, rtol=1e-5)
 
 
 def test_quantized_with_a_rotation() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+TURNERS = 2  # warps that transpose the v of fp8
+V_SLOTS = 2  # of v as it comes, and as many of v transposed
 OPEN = 1 << 30  # a band's bound that nothing reaches
 
 
@@ -66,6 +68,7 @@ class Mode(NamedTuple):
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
+    by_block: bool = False  # fp8: k or v has a descale for each block of keys
     raw_scale: bool = True  # the scale is positive and nothing is added: scores need no pass of their own
 
 
@@ -139,11 +142,12 @@ class ForwardTile(NamedTuple):
 
 
 class Descale(NamedTuple):
-    """What a stored e4m3 number is multiplied by: fp32 at ``address + batch * batch_stride + head * head_stride``."""
+    """What a stored e4m3 number is multiplied by: fp32 at ``address`` and so many strides on."""
 
     address: Any
     batch_stride: int  # 0 for one number
     head_stride: int
+    block_stride: int = 0  # one for each 128 rows of a head, or 0
 
 
 class Fp8Pointers(NamedTuple):
@@ -155,6 +159,7 @@ class Fp8Pointers(NamedTuple):
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
+    unseen: Any = None  # keys that the first block, which begins where a block of descales does, has before k and v do
     alibi_slopes: Any = None  # fp32 (batch, nheads)
     sink: Any = None  # fp32 (batch, nheads)
     cu_seqlens_q: Any = None  # int32 (batch + 1,)
@@ -168,16 +173,27 @@ class Fp8Tile(NamedTuple):
     block_n: int
     block_d: int
     block_dv: int
-    stages: int  # of k and of the transposed v, an even number: see turn.py
+    stages: int  # of k
     consumers: int
     registers: int  # of a consumer's thread
     small_registers: int  # of the other warps' threads
     columns: int = 0  # headdim_v
+    turns: bool = True  # the consumers start their products in turn
 
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
         return 64 * self.consumers
+
+    @property
+    def around_k(self) -> int:
+        """Threads that meet over a slot of k: those that read it, and the warp that fills it."""
+        return 128 * self.consumers + 32
+
+    @property
+    def around_v(self) -> int:
+        """The same of the transposed v, with as many warps as transpose it."""
+        return 128 * self.consumers + 32 * TURNERS
 
     @property
     def parts(self) -> int:
@@ -193,6 +209,11 @@ class Fp8Tile(NamedTuple):
     def values_barrier(self) -> int:
         """The same of the transposed v."""
         return self.keys_barrier + self.stages
+
+    @property
+    def turns_barrier(self) -> int:
+        """The first of those at which the consumers take turns."""
+        return self.values_barrier + V_SLOTS
 
 
 class Ring(NamedTuple):

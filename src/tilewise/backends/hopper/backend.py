@@ -61,8 +61,6 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         )
         if present
     ]
-    if problem.block_descales:
-        found.append(Reason("descale", "one for each block", "one for each head or tensor", 'scales="head"'))
     if problem.dropout_p:
         found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
     if problem.derivative not in ("forward", "backward"):
@@ -181,7 +179,7 @@ def _nothing_seen(problem: Problem) -> bool:
     if problem.varlen:
         return False
     seen = seen_keys(problem)
-    return seen.begin >= seen.end
+    return seen.begin + seen.unseen >= seen.end
 
 
 def _empty_forward(problem: Problem, inputs: Inputs) -> State:

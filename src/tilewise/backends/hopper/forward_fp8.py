@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.arguments import Scalars, Slots
+from tilewise import descale
+from tilewise.backends.hopper.arguments import Slots
 from tilewise.backends.hopper.primitives import (
     count_tiles,
     draw,
@@ -25,9 +26,9 @@ from tilewise.backends.hopper.primitives import (
     new_ring,
     rows_at,
 )
-from tilewise.backends.hopper.rings import fill, new_slots
-from tilewise.backends.hopper.rows_fp8 import descaled, finish, negate, store_rows
-from tilewise.backends.hopper.turn import TURNERS, turner
+from tilewise.backends.hopper.rings import await_turn, begin_turns, fill, new_slots, place
+from tilewise.backends.hopper.rows_fp8 import descaled, finish, negate, of_stored, store_rows
+from tilewise.backends.hopper.turn import SLOTS, TURNERS, turner
 from tilewise.backends.hopper.walk_fp8 import PART, product_layout, walk
 from tilewise.backends.hopper.works import (
     await_block,
@@ -40,6 +41,7 @@ from tilewise.backends.hopper.works import (
     sink_of,
 )
 
+BLOCK = gl.constexpr(descale.BLOCK)  # query rows that share a descale
 SMALLEST = gl.constexpr(1e-30)  # in place of a descale of 0: 0 times the -inf of a masked score is NaN
 
 
@@ -47,9 +49,7 @@ SMALLEST = gl.constexpr(1e-30)  # in place of a descale of 0: 0 times the -inf o
 def producer(q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, sizes, MODE: gl.constexpr,
              TILE: gl.constexpr):
     """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile."""
-    STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
-    THREADS: gl.constexpr = 128 * CONSUMERS + 32
     tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
     n = 0
@@ -64,8 +64,11 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, 
             load(q_ring, c, n, q_desc, rows_at(work.q, work.head, row, MODE))
         for t in range(0, blocks.last - blocks.first):
             row = (blocks.last - 1 - t) * TILE.block_n
-            fill(k_ring, it % STAGES, it // STAGES, TILE.keys_barrier, THREADS, k_desc, work.k, head_k, row, MODE, 1)
-            load(raw_ring, it % TURNERS, it // TURNERS, v_desc, rows_at(work.k, head_k, row, MODE))
+            if pointers.unseen is not None:
+                row -= pointers.unseen
+            slot, count = place(it, TILE.stages)
+            fill(k_ring, slot, count, TILE.keys_barrier, TILE.around_k, k_desc, work.k, head_k, row, MODE, 1)
+            load(raw_ring, it % SLOTS, it // SLOTS, v_desc, rows_at(work.k, head_k, row, MODE))
             it += 1
         tile = draw(pointers.ticket, tiles)
         n += 1
@@ -80,13 +83,17 @@ def consumer(q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.
     ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(TILE.block_n))
     n = 0
     it = 0
+    begin_turns(INDEX, TILE)
     block = await_block(works, 0)
     while block >= 0:
         work = read_work(works, n, block, sizes, MODE)
         rows = rows_of(work, pointers, sizes, INDEX, MODE, TILE)
         sink_log2 = sink_of(work, pointers, sizes, MODE)
-        of_scores = descaled(pointers.q_descale, work, sizes) * descaled(pointers.k_descale, work, sizes)
-        of_values = descaled(pointers.v_descale, work, sizes)
+        of_scores = descaled(pointers.q_descale, gl.minimum(rows.row0, work.q.length - 1) // BLOCK, work, sizes)
+        of_values = 1.0
+        if not MODE.by_block:  # else the walk multiplies
+            of_scores *= descaled(pointers.k_descale, 0, work, sizes)
+            of_values = descaled(pointers.v_descale, 0, work, sizes)
 
         mbarrier.wait(q_ring.full.index(INDEX), n & 1)
         q = matrix(q_ring.slots.index(INDEX))
@@ -94,9 +101,8 @@ def consumer(q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.
             if of_scores < 0.0:  # the softmax below takes its maximum before it scales
                 negate(q)
             of_scores = gl.maximum(gl.abs(of_scores), SMALLEST)
-        real = Scalars(scalars.softmax_scale, scalars.scale_log2 * of_scores, scalars.softcap_in * of_scores,
-                       scalars.softcap_out)
-        o, row_max, row_sum = walk(it, q, k_ring, v_ring, rows, real, MODE, TILE)
+        real = of_stored(scalars, of_scores)
+        o, row_max, row_sum = walk(it, q, k_ring, v_ring, rows, pointers, sizes, real, INDEX, MODE, TILE)
         it += rows.blocks.last - rows.blocks.first
         mbarrier.arrive(q_ring.empty.index(INDEX), count=1)
         factor = finish(row_max, row_sum, sink_log2, of_values, pointers, work, rows.row0, sizes, real, ROWS, MODE)
@@ -104,6 +110,8 @@ def consumer(q_ring, k_ring, v_ring, works, pointers, sizes, scalars, INDEX: gl.
             store_rows(o[i], factor, PART * i, pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1
         block = await_block(works, n)
+    if INDEX == 0:  # nothing is left in the barriers
+        await_turn(INDEX, TILE)
 
 
 @gluon.jit
@@ -114,11 +122,11 @@ def forward_fp8_kernel(q_desc, k_desc, v_desc, pointers, sizes, scalars, MODE: g
     WIDTH: gl.constexpr = TILE.block_n if TILE.block_n < 128 else 128
     q_ring = new_ring(q_desc, CONSUMERS, 1)
     k_ring = new_slots(k_desc, TILE.stages, 1)
-    raw_ring = new_ring(v_desc, TURNERS, 1)
+    raw_ring = new_ring(v_desc, SLOTS, TURNERS)
     v_slots = gl.allocate_shared_memory(
-        v_desc.dtype, [TILE.stages, TILE.block_dv, TILE.block_n], gl.NVMMASharedLayout(WIDTH, 8, 2)
+        v_desc.dtype, [SLOTS, TILE.block_dv, TILE.block_n], gl.NVMMASharedLayout(WIDTH, 8, 2)
     )
-    v_ring = Slots(v_slots, new_barriers(TILE.stages, 1))
+    v_ring = Slots(v_slots, new_barriers(SLOTS, TURNERS))
     works = new_works(CONSUMERS + TURNERS)
     SMALL: gl.constexpr = TILE.small_registers
     fence_async_shared()

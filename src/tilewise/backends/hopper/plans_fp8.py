@@ -9,6 +9,7 @@ from tilewise.backends.hopper.arguments import Descale, Fp8Pointers
 from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, dense_map, multiprocessors, packed_map, ticket
 from tilewise.backends.hopper.schedule import clear_kernel
+from tilewise.descale import BLOCK
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
@@ -20,8 +21,12 @@ def _descales_of(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
     return inputs.q_descale, inputs.k_descale, inputs.v_descale
 
 
-def _descale(tensor: torch.Tensor | None) -> Descale | None:
-    return None if tensor is None else Descale(tensor.data_ptr(), *tensor.stride())
+def _descale(tensor: torch.Tensor | None, block: int) -> Descale | None:
+    """A descale, one by block from ``block`` on."""
+    if tensor is None:
+        return None
+    skip = block * tensor.stride(2) * tensor.element_size() if tensor.ndim == 3 else 0
+    return Descale(tensor.data_ptr() + skip, *tensor.stride())
 
 
 class Fp8ForwardPlan:
@@ -38,10 +43,13 @@ class Fp8ForwardPlan:
         self.lse_shape = (*rows[:-1], problem.nheads, rows[-1])
         k, v = inputs.k, inputs.v
         self.skip: tuple[int, ...] = (0, 0)
+        self.first_block, self.unseen = 0, None
         if not varlen:
             seen = tiles.seen_keys(problem)
-            self.skip = tuple(seen.begin * t.stride(1) for t in (k, v))
-            k, v = (t[:, seen.begin : seen.end] for t in (k, v))
+            first = seen.begin + seen.unseen
+            self.skip = tuple(first * t.stride(1) for t in (k, v))
+            k, v = (t[:, first : seen.end] for t in (k, v))
+            self.first_block, self.unseen = seen.begin // BLOCK, seen.unseen or None
         make = packed_map if varlen else dense_map
         self.maps = (
             make(inputs.q, 64, tile.block_d),
@@ -59,7 +67,7 @@ class Fp8ForwardPlan:
         scaled = (None if t is None else Descale(fp32, 0, 0) for t in _descales_of(inputs))
         extras = (fp32 if problem.alibi else None, fp32 if problem.sink else None)
         packed = (int32 if varlen else None for _ in range(3))
-        pointers = Fp8Pointers._make((int32, fp32, like, *scaled, *extras, *packed))
+        pointers = Fp8Pointers._make((int32, fp32, like, *scaled, self.unseen, *extras, *packed))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         arguments = (*self.maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
         self.launch = Launch(forward_fp8_kernel, grid, arguments)
@@ -79,14 +87,14 @@ class Fp8ForwardPlan:
         slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
         q_map, k_map, v_map = self.maps
         skip_k, skip_v = self.skip
-        scaled = map(_descale, _descales_of(inputs))
+        scaled = map(_descale, _descales_of(inputs), (0, self.first_block, self.first_block))
         extras = map(plans.address_of, (slopes, sink, *packed))
         self.launch(
             stream,
             q_map.at(q.data_ptr()),
             k_map.at(inputs.k.data_ptr() + skip_k),
             v_map.at(inputs.v.data_ptr() + skip_v),
-            (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, *extras),
+            (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, self.unseen, *extras),
             self.sizes,
             self.scalars,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.arguments import Scalars
 from tilewise.backends.hopper.follow import by_threads, over_groups
 from tilewise.backends.hopper.primitives import publish
 from tilewise.backends.hopper.softmax import finish_rows
@@ -16,13 +17,22 @@ LOWER = gl.constexpr(2.0**-7)  # 2**-RAISE
 
 
 @gluon.jit
-def descaled(descale, work, sizes):
-    """What the stored numbers of a tile's head are multiplied by."""
+def descaled(descale, block, work, sizes):
+    """What the stored numbers of a tile's head, or of a block of its rows, are multiplied by."""
     if descale is None:
         return 1.0
     else:
         head_k = work.head // sizes.group
-        return gl.load(descale.address + work.batch * descale.batch_stride + head_k * descale.head_stride)
+        at = work.batch * descale.batch_stride + head_k * descale.head_stride + block * descale.block_stride
+        return gl.load(descale.address + at)
+
+
+@gluon.jit
+def of_stored(scalars, factor):
+    """The scalars for scores of stored numbers, which times ``factor`` are the real ones."""
+    return Scalars(
+        scalars.softmax_scale, scalars.scale_log2 * factor, scalars.softcap_in * factor, scalars.softcap_out
+    )
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from operator import ge
 from typing import NamedTuple
 
 from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
-from tilewise.descale import FP8
+from tilewise.descale import BLOCK, FP8
 from tilewise.masks import band, kept_pairs
 from tilewise.problem import Problem
 
@@ -66,20 +66,20 @@ _WINDOWS = {
     ),
 }
 _FP8 = {
-    (64, 64): Fp8Tile(128, 64, 64, 4, 3, 160, 32),
+    (64, 64): Fp8Tile(128, 64, 64, 2, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
-    (128, 128): Fp8Tile(128, 128, 128, 4, 3, 160, 32),
-    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 24),
+    (128, 128): Fp8Tile(128, 128, 128, 2, 3, 160, 32),
+    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 32),
     (256, 128): Fp8Tile(128, 256, 128, 2, 3, 160, 32),
 }
-# +6 % full and +9 % causal at 16384; a mask at both ends or slopes would spill
-_FP8_LONG_64 = Fp8Tile(128, 64, 64, 4, 4, 112, 24)
+# +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
+_FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)
 FP8_LONG = 8192  # query rows; between what was measured
 # slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
 _FP8_SLOPES = {
-    (64, 64): Fp8Tile(128, 64, 64, 4, 2, 240, 24),
-    (128, 128): Fp8Tile(128, 128, 128, 4, 2, 240, 24),
-    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 240, 24),
+    (64, 64): Fp8Tile(128, 64, 64, 2, 2, 240, 32),
+    (128, 128): Fp8Tile(128, 128, 128, 2, 2, 240, 32),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 2, 240, 32),
 }
 _BACKWARD = {
     # 128 rows a step: half the barriers, and q is read once for 128 columns of s^T; +10 % over 64. Slower: dp issued
@@ -163,7 +163,7 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
     side = max(block_d, block_dv)
     sides = (block_d, block_dv) if (block_d, block_dv) in _FP8 else (side, side)
     tile = _FP8[sides]
-    plain = not (problem.softcap or problem.alibi or problem.window_left is not None)
+    plain = not (problem.softcap or problem.alibi or problem.window_left is not None or scaled_by_block(problem))
     if side == 64 and problem.seqlen_q >= FP8_LONG and plain:
         tile = _FP8_LONG_64
     elif problem.alibi:
@@ -183,23 +183,34 @@ def summed(dim: int) -> int:
 
 
 class Seen(NamedTuple):
-    """The keys [begin, end) that some query sees, and the band and ALiBi's shift counted from ``begin``."""
+    """The keys [begin, end) that some query sees, and the band and ALiBi's shift counted from ``begin``.
+
+    Where descales go by block ``begin`` is the first key of a block, whose first ``unseen`` keys no query sees.
+    """
 
     begin: int
     end: int
     lower: int
     upper: int
     shift: int
+    unseen: int = 0
+
+
+def scaled_by_block(problem: Problem) -> bool:
+    """k or v has a descale for each block of keys."""
+    return not {"k", "v"}.isdisjoint(problem.block_descales)
 
 
 def seen_keys(problem: Problem) -> Seen:
     """Dense problems only. Keys no query sees are cut off, so that what they hold never meets a product."""
     limits = band(problem)
     begin = 0 if limits.lower is None else min(max(0, limits.lower), problem.seqlen_k)
+    unseen = begin % BLOCK if scaled_by_block(problem) else 0
+    begin -= unseen
     end = problem.seqlen_k if limits.upper is None else min(problem.seqlen_k, problem.seqlen_q + limits.upper)
     lower = -OPEN if limits.lower is None else max(limits.lower - begin, -OPEN)
     upper = OPEN if limits.upper is None else min(limits.upper - begin, OPEN)
-    return Seen(begin, max(begin, end), lower, upper, problem.seqlen_k - problem.seqlen_q - begin)
+    return Seen(begin, max(begin + unseen, end), lower, upper, problem.seqlen_k - problem.seqlen_q - begin, unseen)
 
 
 def key_splits(problem: Problem, tile: ForwardTile, processors: int) -> int:
@@ -226,9 +237,15 @@ def key_splits(problem: Problem, tile: ForwardTile, processors: int) -> int:
 
 def mode_of(problem: Problem) -> Mode:
     """The features of a problem; a bound that no pair reaches is none."""
-    plain = problem.softmax_scale > 0 and not problem.softcap and not problem.alibi
+    by_block = scaled_by_block(problem)
+    plain = problem.softmax_scale > 0 and not problem.softcap and not problem.alibi and not by_block
     features = Mode(
-        varlen=problem.varlen, softcap=problem.softcap > 0, alibi=problem.alibi, sink=problem.sink, raw_scale=plain
+        varlen=problem.varlen,
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        sink=problem.sink,
+        by_block=by_block,
+        raw_scale=plain,
     )
     if problem.varlen:
         return features._replace(

@@ -15,11 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.barriers import await_all
 from tilewise.backends.hopper.primitives import key_blocks, matrix
+from tilewise.backends.hopper.rings import place
 from tilewise.backends.hopper.works import await_block, read_work
 
-TURNERS = gl.constexpr(2)  # warps that transpose; a third made nothing faster
+TURNERS = gl.constexpr(arguments.TURNERS)
+SLOTS = gl.constexpr(arguments.V_SLOTS)
 KEYS = gl.constexpr(32)  # what one warp turns at a time
 DIM = gl.constexpr(64)
 
@@ -37,8 +40,8 @@ def turn_layout(keys: int, pairs: int) -> Any:
 
 
 @gluon.jit
-def turn(raw, turned):
-    """Transposes one tile, KEYS by DIM at a time, which is what the few registers hold.
+def turn(raw, turned, INDEX: gl.constexpr):
+    """Transposes one of TURNERS parts of a tile's keys, KEYS by DIM at a time, which is what the few registers hold.
 
     Channels travel in pairs of 16 bits. Words of two keys, and the same eight keys on, hold the pair's two channels of
     four keys; the byte permutation makes a word of each channel.
@@ -49,7 +52,8 @@ def turn(raw, turned):
     LAYOUT: gl.constexpr = turn_layout(KEYS, PAIRS)
     pairs = raw._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2))
     target = turned._reinterpret(gl.int16, [WIDTH, HEIGHT // 2], gl.NVMMASharedLayout(min(HEIGHT, 128), 16, 2))
-    for key in gl.static_range(0, HEIGHT, KEYS):
+    PART: gl.constexpr = HEIGHT // TURNERS
+    for key in gl.static_range(PART * INDEX, PART * (INDEX + 1), KEYS):
         for pair in gl.static_range(0, WIDTH // 2, PAIRS):
             x = pairs.slice(key, KEYS, 0).slice(pair, PAIRS, 1).load(LAYOUT)
             x = gl.inline_asm_elementwise(
@@ -62,31 +66,24 @@ def turn(raw, turned):
 
 @gluon.jit
 def turner(raw_ring, v_ring, works, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """One warp of those that transpose v: every TURNERS-th block, out of a slot of its own.
-
-    A barrier tells only odd phases of a slot from even ones, so whoever waits must know that the phase before is over.
-    So there are as many slots of raw as turners, and a multiple of that of v: a slot of v is one turner's.
-    """
-    STAGES: gl.constexpr = TILE.stages
-    THREADS: gl.constexpr = 128 * TILE.consumers + 32
-    gl.static_assert(STAGES % TURNERS == 0)
+    """One warp of those that transpose v: its part of every block."""
     n = 0
     end = 0
-    it = INDEX
+    it = 0
     block = await_block(works, 0)
     while block >= 0:
         work = read_work(works, n, block, sizes, MODE)
         blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
         end += blocks.last - blocks.first
         while it < end:
-            slot = it % STAGES
-            mbarrier.wait(raw_ring.full.index(INDEX), (it // TURNERS) & 1)
-            if it >= STAGES:
-                await_all(TILE.values_barrier + slot, THREADS)
-            turn(matrix(raw_ring.slots.index(INDEX)), v_ring.slots.index(slot))
+            slot, count = place(it, SLOTS)
+            mbarrier.wait(raw_ring.full.index(slot), count & 1)
+            if count > 0:
+                await_all(TILE.values_barrier + slot, TILE.around_v)
+            turn(matrix(raw_ring.slots.index(slot)), v_ring.slots.index(slot), INDEX)
             fence_async_shared()
-            mbarrier.arrive(raw_ring.empty.index(INDEX), count=1)
+            mbarrier.arrive(raw_ring.empty.index(slot), count=1)
             mbarrier.arrive(v_ring.full.index(slot), count=1)
-            it += TURNERS
+            it += 1
         n += 1
         block = await_block(works, n)

@@ -1,8 +1,10 @@
 """An fp8 tile's walk over its key blocks, last to first.
 
 A consumer does one thing after the other, scores, softmax, product with v, and keeps no more than out and one block in
-registers, so that three or four of them fit, which fill each other's gaps. The product with v falls in parts of 64
-channels, in the registers that the scores leave, and starts at zero: see ``forward_fp8.py``.
+registers, so that three or four of them fit, which fill each other's gaps. Left alone they would march in step, all at
+the tensor cores and then all at the exponentials: so they take turns. Whoever has the turn starts its product with v
+and then its next scores, and passes it on. The product with v falls in parts of 64 channels, in the registers that the
+scores leave, and starts at zero: see ``forward_fp8.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import matrix
-from tilewise.backends.hopper.rings import let_go, place
-from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, times_rows
+from tilewise.backends.hopper.rings import await_turn, let_go, pass_turn, place
+from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, descaled, of_stored, times_rows
 from tilewise.backends.hopper.softmax_fp8 import block_softmax, new_state
+from tilewise.backends.hopper.turn import SLOTS
 
 PART = gl.constexpr(64)  # channels
 
@@ -47,62 +51,71 @@ def part(p, v_ring, slot, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def add_product(o, p, rescale, v_ring, it, TILE: gl.constexpr):
-    """o * rescale + p v, two parts under way at a time."""
+def add_product(o, p, rescale, of_values, v_ring, it, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """o * rescale + p v * of_values, two parts under way at a time."""
     PARTS: gl.constexpr = TILE.parts
-    slot, phase = place(it, TILE.stages)
+    slot, phase = place(it, SLOTS)
     p = as_operand(as_words(p), gl.DotOperandLayout(0, product_layout(PART), 4))
     mbarrier.wait(v_ring.full.index(slot), phase & 1)
+    await_turn(INDEX, TILE)
     sums = ()
     pv = part(p, v_ring, slot, 0)
     for i in gl.static_range(PARTS - 1):
         after = part(p, v_ring, slot, i + 1)
         pv = warpgroup_mma_wait(1, deps=(pv,))
-        sums = sums + (times_rows(o[i], rescale) + pv,)  # type: ignore[assignment]
+        sums = sums + (times_rows(o[i], rescale) + pv * of_values,)  # type: ignore[assignment]
         pv = after
     pv = warpgroup_mma_wait(0, deps=(pv,))
-    let_go(it, TILE.values_barrier, TILE)
-    return sums + (times_rows(o[PARTS - 1], rescale) + pv,)
+    tell(TILE.values_barrier + slot, TILE.around_v)
+    return sums + (times_rows(o[PARTS - 1], rescale) + pv * of_values,)
 
 
 @gluon.jit
-def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars,
-         PARTIAL: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """The ``t``-th block of the tile, and the (it + t)-th of the rings."""
-    s = warpgroup_mma_wait(0, deps=(scores(q, k_ring, it + t, TILE),))
+def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
+         PARTIAL: gl.constexpr, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The ``t``-th block of the tile, and the (it + t)-th of the rings. The consumer has the turn before and after."""
+    work, blocks = rows.work, rows.blocks
+    block = blocks.last - 1 - t
+    s = scores(q, k_ring, it + t, TILE)
+    pass_turn(INDEX, TILE)
+    of_values = 1.0
+    if MODE.by_block:
+        scalars = of_stored(scalars, descaled(pointers.k_descale, block, work, sizes))
+        of_values = descaled(pointers.v_descale, block, work, sizes)
+    s = warpgroup_mma_wait(0, deps=(s,))
     let_go(it + t, TILE.keys_barrier, TILE)
     p, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, rows.row0, rows.blocks.last - 1 - t, rows.blocks, rows.slope_log2, rows.work, scalars,
-        PARTIAL, MODE,
+        s, row_max, row_sum, rows.row0, block, blocks, rows.slope_log2, work, scalars, PARTIAL, MODE
     )
-    return add_product(o, p, rescale, v_ring, it + t, TILE), row_max, row_sum
+    return add_product(o, p, rescale, of_values, v_ring, it + t, INDEX, TILE), row_max, row_sum
 
 
 @gluon.jit
-def walk(it, q, k_ring, v_ring, rows, scalars, MODE: gl.constexpr, TILE: gl.constexpr):
+def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
+         TILE: gl.constexpr):
     """All blocks of a tile: unscaled out, a part after the other, and the softmax state."""
     BLOCK_N: gl.constexpr = TILE.block_n
+    blocks = rows.blocks
     row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
     row_sum = new_state(0.0, BLOCK_N, product_layout(BLOCK_N))
     zeros = gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
     o = (zeros,)
     for _ in gl.static_range(TILE.parts - 1):
         o = o + (zeros,)  # type: ignore[assignment]
-    o, row_max, row_sum = step(
-        0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, True, MODE, TILE
-    )
+    await_turn(INDEX, TILE)
+    o, row_max, row_sum = step(0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars, True,
+                               INDEX, MODE, TILE)
     first = 1
     if MODE.upper and not MODE.lower:  # the partial blocks come first, and in a loop of their own
-        first = gl.maximum(rows.blocks.last - rows.blocks.full_last, 1)
+        first = gl.maximum(blocks.last - blocks.full_last, 1)
         for t in range(1, first):
-            o, row_max, row_sum = step(
-                t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, True, MODE, TILE
-            )
+            o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
+                                       True, INDEX, MODE, TILE)
     # with 256 channels the mask is there for its branch, over which the assembler does not spread the scores'
-    # registers: without it 26 registers of a step are spilled
+    # registers: without it 21 registers of a step are spilled
     PARTIAL: gl.constexpr = MODE.lower or TILE.parts == 4
-    for t in range(first, rows.blocks.last - rows.blocks.first):
-        o, row_max, row_sum = step(
-            t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIAL, MODE, TILE
-        )
+    for t in range(first, blocks.last - blocks.first):
+        o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
+                                   PARTIAL, INDEX, MODE, TILE)
+    pass_turn(INDEX, TILE)
     return o, row_max, row_sum
