@@ -121,11 +121,12 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
         monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem, keys=keys: keys)
         launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features])
     rows = {(kernel, row) for kernel, table in tiles._TABLES_90.items() for row in table}
-    assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # which splits_keys never asks for
+    assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # splits_keys never asks for it
 
 
-# moves to and from local memory in one turn of several hundred instructions, where some keys or queries see nothing
-SPILLS_OF_UNSEEN = 8
+# moves to and from local memory in one turn of several hundred instructions: where some keys or queries see nothing,
+# and for dk of 256 channels without a band, which is 5 % faster with k in registers and these than without
+SPILLS = {("unseen", 64): 8, ("unseen", 128): 8, ("unseen", 256): 8, ("plain", 256): 10}
 SQUARE_BANDS = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -152,7 +153,7 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
             found = loops(compiled)
             if found:  # the first is the one over the inner tiles
                 assert found[0].products >= 8, wanted.kernel.__name__
-                assert found[0].spills <= (SPILLS_OF_UNSEEN if features == "unseen" else 0), wanted.kernel.__name__
+                assert found[0].spills <= SPILLS.get((features, headdim), 0), wanted.kernel.__name__
 
 
 def test_long_rows_overlap_a_product_with_the_next_softmax():

@@ -119,6 +119,7 @@ class Tile(NamedTuple):
     boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
     joint: bool = False  # with boxes: all loads of a tile come before its first product, so that one wait is for all
     overlap: bool = False  # with boxes: a tile's product with v runs under the next tile's softmax
+    held: bool = False  # with boxes, key gradients: the program's k stays in registers
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
 
 

@@ -128,11 +128,13 @@ class BackwardPlan:
     def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
         problem, dtype = self.problem, self.problem.dtype
         tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
-        boxes: tuple[Any, ...] = (None,) * 4
+        tile = tile._replace(held=tile.held and tile.boxes and self._has_registers_for_k(tile))
+        boxes: tuple[Any, ...] = (None,) * 5
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)
             q_box, dout_box = host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv)
-            boxes = (q_box, dout_box, line, line)
+            k_box = host.box_of(inputs.k, tile.block_n, tile.block_d) if tile.held else None
+            boxes = (q_box, dout_box, line, line, k_box)
         lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
         outputs = (dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None)
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
@@ -140,6 +142,11 @@ class BackwardPlan:
         tail = (*self._tail(inputs, tile, lists), grads)
         launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
         return KeyLaunch(launch, grads, lists)
+
+    def _has_registers_for_k(self, tile: Tile) -> bool:
+        """Whether a large k may stay in registers: only beside products and at most an upper bound, or much spills."""
+        mode = self.mode
+        return tile.block_d > tiles.PART and not (self.has_extras or mode.scale_first or mode.lower or mode.unseen)
 
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
@@ -226,7 +233,7 @@ class BackwardPlan:
 
     def _run_keys(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
         dbias = self._side_sums(self.problem.seqlen_k) if self.kind == "col" else None
-        boxed = (inputs.q, *shared[3:])
+        boxed = (inputs.q, *shared[3:], inputs.k)
         for launch, asked, lists in self.keys:
             listed = extras._replace(lists=lists.run(inputs)) if lists else extras
             outputs = (

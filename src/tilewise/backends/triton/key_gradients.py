@@ -96,7 +96,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
 
 @triton.jit
 def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc,
-                         dout_desc, lse_desc, delta_desc, extras, strides, extra_strides, sizes, scalars,
+                         dout_desc, lse_desc, delta_desc, k_desc, extras, strides, extra_strides, sizes, scalars,
                          MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
 
@@ -121,7 +121,9 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)  # others may hold anything: read as zeros
     k = 0
     v = 0
-    if TILE.num_d == 1:
+    if TILE.held:  # this way k becomes an operand in registers, as the forward's q
+        k = P.load_box(k_desc, batch, k_start, seqlen_k, n_begin, head_k, TILE.block_n, TILE.block_d, MODE.varlen)
+    elif TILE.num_d == 1:
         k = P.load_tile(k_ptr, strides.k, n_begin, tl.arange(0, TILE.block_d), key_begin, key_end, TILE.headdim,
                         TILE.block_n, TILE.block_d, True, MODE.align)
     if TILE.num_dv == 1:

@@ -30,6 +30,7 @@ class Row(NamedTuple):
     registers: int | None = None  # at most for each thread, so that one more block fits on a multiprocessor
     joint: bool = False  # see Tile
     overlap: bool = False
+    held: bool = False
     keys: int = 0  # only for problems whose queries see at least so many keys on average
 
 
@@ -69,8 +70,8 @@ _KEYS_K_90: Table = (
     *_KEYS_90[:2],
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
-        "/337",
-        joint=True),
+        "/337; k in registers 1k 478, c 381, whole backward 1k c 236, 4k c 338, 16k 367, else 226/319/352",
+        joint=True, held=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
@@ -202,6 +203,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
         joint=row.joint,
         overlap=row.overlap,
+        held=row.held,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
