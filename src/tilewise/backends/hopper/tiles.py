@@ -30,9 +30,8 @@ _FORWARD = {
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
     # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
     (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, pinned=False),
-    # three boxes of 64 channels, not a tile of 256 and half the keys; room for half of out; q in registers and votes
-    # +5 % causal and +7 % full at 16384
-    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, True, out_parts=2, lazy=True, votes=True, pinned=False),
+    # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
+    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     # without the padding to 192 +10 %
@@ -42,9 +41,10 @@ _FORWARD = {
     (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
     (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
 }
-# where tiles have different numbers of blocks: +5 % causal at 16384, +25 % at 4096. In full ones the assembler lets the
-# free wait stand before the softmax (-11 %)
-_CAUSAL = {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, pinned=False)}
+# q in registers, of which a window leaves none: +5 % causal and +7 % full at 16384 with 192/128; at 192 +5 % causal at
+# 16384 and +25 % at 4096, but in full ones the assembler lets the free wait stand before the softmax (-11 %)
+_FULL = {(192, 128): _FORWARD[192, 128]._replace(q_in_registers=True, votes=True, pinned=False)}
+_CAUSAL = _FULL | {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, pinned=False)}
 # the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
 # maxima. (block_d, block_dv) -> kept keys of a query, between what was measured, from which on it does; and the tile
 _MANY = {
@@ -152,9 +152,9 @@ def forward_tile(problem: Problem) -> ForwardTile:
                     return tile
         if sides in _MANY and keys >= _MANY[sides][0]:
             return _MANY[sides][1]
-    if problem.varlen or mode.upper:
-        return _CAUSAL.get(sides, _FORWARD[sides])._replace(turns=True)
-    return _FORWARD[sides]
+    differ = problem.varlen or mode.upper
+    tile = _FORWARD[sides] if mode.lower else (_CAUSAL if differ else _FULL).get(sides, _FORWARD[sides])
+    return tile._replace(turns=True) if differ else tile
 
 
 def fp8_tile(problem: Problem) -> Fp8Tile:
