@@ -47,6 +47,7 @@ class Arguments(NamedTuple):
 
 
 TENSOR_COUNT = Arguments._fields.index("dropout_seed") + 1
+ABSENT = (None,) * (TENSOR_COUNT - 3)  # the other tensors, in a call of q, k and v alone
 
 
 class Inputs(NamedTuple):

@@ -16,13 +16,13 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewise import autograd, options
-from tilewise.inputs import TENSOR_COUNT, Arguments, Inputs
-from tilewise.native import native
+from tilewise.dispatch.backend import State
+from tilewise.inputs import ABSENT, TENSOR_COUNT, Arguments, Inputs
+from tilewise.native import Way, native
 from tilewise.plan import Plan, find
 
 # None in a torch that was built without it: every call then takes the long way
 _GUARD: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-_ABSENT = (None,) * (TENSOR_COUNT - 3)
 _SHAPES = 4  # kept for the same options, the newest first: those that do not fit are looked at in vain
 _LIMIT = 512
 
@@ -31,7 +31,7 @@ class Recalled(NamedTuple):
     """A guard on the tensors of a call, and what gives its out from them."""
 
     guard: Callable[..., bool]
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    run: Way
 
 
 Key = tuple[object, ...]
@@ -65,7 +65,7 @@ def keep(key: Key, arguments: Arguments) -> torch.Tensor | None:
     tensors = arguments[:3]
     if _GUARD is None or torch._C._is_any_autocast_enabled() or not autograd.is_plain(tensors):
         return None
-    if arguments[3:TENSOR_COUNT] != _ABSENT or arguments.dropout_p:
+    if arguments[3:TENSOR_COUNT] != ABSENT or arguments.dropout_p:
         return None
     q, k, v = tensors
     if q is k or k is v or v is q:  # the guard takes no tensor twice
@@ -78,13 +78,13 @@ def keep(key: Key, arguments: Arguments) -> torch.Tensor | None:
     return call.run(q, k, v)
 
 
-def _way(plan: Plan, arguments: Arguments) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _way(plan: Plan, arguments: Arguments) -> Way:
     """The shortest way from q, k and v to out."""
     backend, problem, rest = plan.backend, plan.problem, arguments[TENSOR_COUNT:]
     prepared = backend.prepared(problem) if hasattr(backend, "prepared") else None
 
-    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return autograd.record(plan, Arguments._make((q, k, v, *_ABSENT, *rest)))[0]
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: State | None = None) -> torch.Tensor:
+        return autograd.record(plan, Arguments._make((q, k, v, *ABSENT, *rest)), state)[0]
 
     def computed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = backend.forward(problem, Inputs(q, k, v))[0]
@@ -92,4 +92,4 @@ def _way(plan: Plan, arguments: Arguments) -> Callable[[torch.Tensor, torch.Tens
 
     if not arguments.needs_grad:
         return computed if prepared is None else prepared.run
-    return (native(plan, prepared, arguments) if prepared is not None else None) or recorded
+    return recorded if prepared is None else native(plan, prepared, arguments, recorded)
