@@ -143,6 +143,13 @@ def gradients(model: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def use(model: Any, implementation: str) -> None:
+    """Set a model's attention and that of its encoder and decoder, which Transformers 5.17 leaves as it was."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(implementation)
+
+
 def in_three_ways(model: Any, run: Callable[[Any], dict[str, Tensor]]) -> tuple[dict[str, Tensor], ...]:
     """What ``run`` gives for tilewise, for the oracle in fp64 and for eager in the model's own dtype."""
     found = {}
@@ -151,7 +158,7 @@ def in_three_ways(model: Any, run: Callable[[Any], dict[str, Tensor]]) -> tuple[
         ("fp64", "oracle", torch.float64),
         ("plain", "eager", None),
     ):
-        model.set_attn_implementation(implementation)
+        use(model, implementation)
         before = model.dtype
         if dtype is not None:
             model.to(dtype)

@@ -42,14 +42,18 @@ def test_generate_gives_the_same_tokens(model, cache):
         cache, {}
     )
     model.eval()
-    found = {}
-    for implementation in ("eager", "tilewise"):
+
+    def generate(implementation):
         model.set_attn_implementation(implementation)
-        found[implementation] = model.generate(
-            ids, attention_mask=hf.padded("left", ids), max_new_tokens=8, do_sample=False, **options
-        )
-    assert found["tilewise"].shape == (2, 17)
-    assert torch.equal(found["tilewise"], found["eager"])
+        return model.generate(ids, attention_mask=hf.padded("left", ids), max_new_tokens=8, do_sample=False, **options)
+
+    try:
+        expected = generate("eager")
+    except TypeError as error:  # chunks beside a static cache in 5.17: its own mask refuses an argument of its own
+        pytest.skip(f"transformers {hf.transformers.__version__} cannot do it eagerly: {error}")
+    found = generate("tilewise")
+    assert found.shape == (2, 17)
+    assert torch.equal(found, expected)
 
 
 def test_no_mask_grows_with_the_square_of_the_length(model):

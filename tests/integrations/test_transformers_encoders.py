@@ -108,7 +108,7 @@ def test_encoder_decoders_generate_the_same_tokens(both, cache):
     both.eval()
     found = {}
     for implementation in ("eager", "tilewise"):
-        both.set_attn_implementation(implementation)
+        hf.use(both, implementation)
         found[implementation] = both.generate(
             ids,
             attention_mask=hf.padded("right", ids),
@@ -148,7 +148,7 @@ def test_case_141_output_attentions_of_models_that_keep_the_option_to_themselves
     both.eval()
     found = {}
     for implementation in ("eager", "tilewise"):
-        both.set_attn_implementation(implementation)
+        hf.use(both, implementation)
         with torch.no_grad():
             found[implementation] = both(input_ids=ids, decoder_input_ids=ids[:, :6], output_attentions=True)
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):

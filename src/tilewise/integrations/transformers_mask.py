@@ -195,6 +195,8 @@ def build_mask(
     ``kwargs`` (dtype, config, local_size and the like) steer other implementations' shortcuts and change no pair.
     """
     masking = sys.modules["transformers.masking_utils"]
+    if mask_function is None:
+        mask_function = masking.causal_mask_function
     position = kwargs.get("cache_position")  # the older 5.x form of (q_length, q_offset)
     if q_length is None:
         if position is None:
@@ -204,7 +206,7 @@ def build_mask(
     if not one_static_step and not use_vmap and not _tracing(attention_mask, position, q_offset):
         first = position[0] if position is not None else q_offset
         plan = _read_plan(
-            mask_function or masking.causal_mask_function,
+            mask_function,
             attention_mask,
             MaskPlan(batch_size, q_length, kv_length, int(first) - int(kv_offset), torch.device(device)),
             int(kv_offset),
@@ -218,7 +220,7 @@ def build_mask(
         batch_size=batch_size,
         kv_length=kv_length,
         kv_offset=kv_offset,
-        mask_function=mask_function or masking.causal_mask_function,
+        mask_function=mask_function,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
