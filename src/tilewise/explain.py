@@ -76,8 +76,12 @@ class Explanation:
         else:
             lines.append(f"runs on    {self.backend}" + ("" if self.request == "auto" else ", which was asked for"))
         for row in self.trace:
-            if row.name != self.backend and row.cost is not None:
-                lines.append(f"could run  {row.name}: estimated {1e3 * row.cost:.3g} ms")
+            if row.cost is not None:
+                estimate = f"estimated {1e3 * row.cost:.3g} ms"
+                if row.name == self.backend:
+                    lines[1] += f": {estimate}"
+                else:
+                    lines.append(f"could run  {row.name}: {estimate}")
             lines += [f"refused    {row.name}: {reason}" for reason in row.reasons]
         return lines
 
@@ -92,14 +96,18 @@ class Explanation:
             lines.append(f"tiles      {self.tile[0]} x {self.tile[1]}: {full:,} full, {partial:,} partial, "
                          f"{skipped:,} skipped")  # fmt: skip
         if self.flops_forward is not None and self.flops_backward is not None:
-            lines.append(f"work       forward {_si(self.flops_forward)}FLOP, backward {_si(self.flops_backward)}FLOP")
+            backward = f", backward {_si(self.flops_backward)}FLOP" if self.problem.needs_grad else ""
+            lines.append(f"work       forward {_si(self.flops_forward)}FLOP{backward}")
         return lines
 
     def _memory_lines(self) -> list[str]:
-        return [
-            f"saved      for backward: lse, {_si(self.saved.lse, 1024)}B, beside q, k, v and out; "
-            f"materialising attention saves P, {_si(self.saved.probabilities, 1024)}B"
-        ]
+        lse, probabilities = (f"{_si(size, 1024)}B" for size in (self.saved.lse, self.saved.probabilities))
+        if self.problem.needs_grad:
+            return [
+                f"saved      for backward: lse, {lse}, beside q, k, v and out; materialising attention saves P, "
+                f"{probabilities}"
+            ]
+        return [f"made       beside out: lse, {lse}; materialising attention makes P, {probabilities}"]
 
 
 def _si(value: float, step: int = 1000) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -136,6 +137,33 @@ def test_explain_for_a_gpu_that_is_not_here(capsys, gpu, dtype, name):
     data = _json(capsys, "explain", "--device", gpu, "--dtype", dtype, "--headdim", "128", "--json")
     assert data["backend"] == name
     assert data["device"]["name"] == gpu.lower()
+
+
+def test_explain_as_text_tells_of_what_will_run_and_of_nothing_else(capsys):
+    shape = ["--device", "h200", "--seqlen-q", "4096", "--headdim", "128", "--dtype"]
+    assert main(["explain", *shape, "fp8"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert re.fullmatch(r"on    hopper: estimated [0-9.e-]+ ms", lines["runs"])
+    assert "backward" not in lines["work"]
+    assert "saved" not in lines
+    assert lines["made"].startswith("beside out: lse, 128 KiB")
+    assert main(["explain", *shape, "bf16", "--grad", "q,k,v", "--backend", "triton"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^runs on    triton, which was asked for: estimated [0-9.e-]+ ms$", text, re.MULTILINE)
+    assert re.search(r"^could run  hopper: estimated ", text, re.MULTILINE)
+    assert "TFLOP, backward" in text or "GFLOP, backward" in text
+    assert "saved      for backward: lse, 128 KiB" in text
+
+
+def test_info_says_a_reason_once_for_all_its_dtypes():
+    from tilewise.cli.info import _text
+
+    reasons = {"float32": ["device: has cpu", "dtype: has fp32"], "bfloat16": ["device: has cpu"]}
+    entry = {"runs": [], "chosen": [], "reasons": reasons}
+    text = _text({"versions": {}, "devices": {"cpu": {"facts": {}, "backends": {"hopper": entry}}}})
+    assert text.count("has cpu") == 1
+    assert "not float32, bfloat16: device: has cpu" in text
+    assert "not float32: dtype: has fp32" in text
 
 
 def test_explain_offsets_past_32_bits(capsys):

@@ -68,6 +68,15 @@ def collect() -> dict[str, Any]:
     }
 
 
+def _by_reason(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The dtypes that share a reason."""
+    shared: dict[str, list[str]] = {}
+    for dtype, those in reasons.items():
+        for reason in those:
+            shared.setdefault(reason, []).append(dtype)
+    return shared
+
+
 def _text(data: dict[str, Any]) -> str:
     lines = [f"{name:<13} {version or 'not installed'}" for name, version in data["versions"].items()]
     for name, device in data["devices"].items():
@@ -78,8 +87,10 @@ def _text(data: dict[str, Any]) -> str:
             runs = ", ".join(entry["runs"]) or "in no dtype"
             chosen = f'  ("auto" chooses it for {", ".join(entry["chosen"])})' if entry["chosen"] else ""
             lines.append(f"  {backend:<10} runs {runs}{chosen}")
-            for dtype, reasons in entry["reasons"].items():
-                lines += [f"  {'':<10} not {dtype}: {reason}" for reason in reasons]
+            lines += [
+                f"  {'':<10} not {', '.join(dtypes)}: {reason}"
+                for reason, dtypes in _by_reason(entry["reasons"]).items()
+            ]
     return "\n".join(lines)
 
 
