@@ -59,7 +59,7 @@ def peak_and_sum(q_ptr, k_ptr, extras, strides, extra_strides, sizes, scalars, b
     start = float("-inf")
     if MODE.sink:
         start = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
-    row_max = tl.zeros([TILE.block_m], tl.float32) + start
+    row_max = tl.full([TILE.block_m], 0.0, tl.float32) + start
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
@@ -73,7 +73,7 @@ def peak_and_sum(q_ptr, k_ptr, extras, strides, extra_strides, sizes, scalars, b
         j = (n_begin + tl.arange(0, TILE.block_n))[None, :]
         s = product(q_ptr, strides.q, m_begin, row_begin, row_end, k_ptr, strides.k, n_begin, key_begin, key_end,
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
-        s, _ = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
+        s, _slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
         keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
         if MODE.lists:
             keep = P.keep_listed(keep, i, j, extras, extra_strides, batch, head, seqlen_q, seqlen_k, MODE)
