@@ -130,6 +130,7 @@ class Config(NamedTuple):
     warps: int
     aligned: bool = False  # every pointer is a multiple of 16 bytes
     registers: int | None = None  # for each thread at most
+    fuses: bool = True  # a product and a sum may become one instruction with one rounding
 
 
 class Box(NamedTuple):

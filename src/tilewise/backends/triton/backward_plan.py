@@ -92,7 +92,11 @@ class BackwardPlan:
 
     def _shape(self, kernel: str) -> tiles.Shape:
         shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
-        return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
+        return tiles.Shape(
+            shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes),
+            # a score less the largest of its row is exactly 0 only if every kernel rounds it alike
+            shape.config._replace(fuses=not self.mode.two_parts),
+        )
 
     def _plan_lse_parts(self, inputs: Inputs) -> None:
         problem, dtype, fp32 = self.problem, self.problem.dtype, torch.float32
