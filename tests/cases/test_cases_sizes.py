@@ -17,6 +17,7 @@ BF16 = torch.bfloat16
 def free_memory_gib() -> float:
     """Memory of the device that tensors are made on; 0 where that cannot be read."""
     if here() == "cuda":
+        torch.cuda.empty_cache()  # what earlier tests gave back to the allocator
         return torch.cuda.mem_get_info()[0] / 2**30
     try:
         with open("/proc/meminfo") as lines:

@@ -74,6 +74,15 @@ def test_every_launch_of_a_call_compiles_and_fits(arch, headdims, dtype, feature
     compiles_and_fits(arch, *tensors(headdims, dtype), features)
 
 
+@pytest.mark.parametrize(("dtype", "features"), [(torch.float32, "causal"), (torch.bfloat16, "bias")], ids=str)
+def test_kernels_that_share_a_rows_largest_score_round_scores_alike(dtype, features):
+    """Where one fused the scale with the subtraction and another did not, p was off by the score's rounding."""
+    for wanted in launches("sm_90", *tensors((64, 64), dtype), True, **FEATURES[features]):
+        ptx = build(wanted, "sm_90").asm["ptx"]
+        assert "mul.rn.f32" in ptx, wanted.kernel.__name__
+        assert "mul.f32" not in ptx, wanted.kernel.__name__
+
+
 # what the number of keys decides, with every feature, through TMA and without
 KEYS = sorted({row.keys for row in tiles._FORWARD_90})
 BY_KEYS = [

@@ -7,6 +7,7 @@ import torch
 
 from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
 from tilewise.testing import Spec, make
+from tilewise.testing.judge import assert_exact
 
 
 @pytest.mark.parametrize("features", SINGLE + COMBINED, ids=ids)
@@ -67,6 +68,35 @@ def test_gradients_of_huge_scores(spread):
     """Scores to 1e8: exp(s - lse) with a rounded lse was 2 ** 8 and more."""
     check(Spec(batch=1, seqlen_q=20, seqlen_k=24, nheads=2, nheads_k=2, headdim=24, headdim_v=16, dtype=torch.float16,
                spread=spread, features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [*COMBINED, ("causal",), ("sink", "window"), ("bias_shared",)], ids=ids)
+def test_gradients_of_fp32_where_lse_has_no_bits_to_spare(features):
+    """Scores to 3000 and lse with them: p took lse's rounding, and dq was up to five budgets off."""
+    check(Spec(seqlen_q=37, seqlen_k=45, nheads=2, nheads_k=1, headdim=16, headdim_v=8, spread=20, features=features,
+               requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [("causal",), ("sink_batch", "window")], ids=ids)
+def test_gradients_of_packed_fp32_where_lse_has_no_bits_to_spare(features):
+    check(Spec(nheads=2, nheads_k=1, lengths_q=(20, 0, 35, 7), lengths_k=(24, 5, 0, 40), spare=3, spread=20,
+               features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("headdims", [(16, 300), (300, 280)])
+def test_gradients_in_channel_parts_where_lse_has_no_bits_to_spare(headdims):
+    check(Spec(batch=1, seqlen_q=20, seqlen_k=53, nheads=2, nheads_k=1, headdim=headdims[0], headdim_v=headdims[1],
+               spread=8, features=("window", "sink"), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [torch.finfo(torch.float32).min, -1e30, -1e6])
+def test_gradients_of_a_row_of_one_large_bias(bias, dtype):
+    """That row is softmax over equal scores: lse cannot tell how many there are, and every p came out as 1 or NaN."""
+    shape = {"batch": 1, "seqlen_q": 3, "seqlen_k": 5, "nheads": 1, "nheads_k": 1, "headdim": 8, "headdim_v": 8}
+    sample = make(Spec(**shape, dtype=dtype, features=("bias",), requires_grad="all"), 0)
+    sample.options["bias"].detach()[..., 0, :] = bias
+    assert_exact(sample, "triton")
 
 
 @pytest.mark.parametrize("seqlens", [(40, 17), (3, 90), (1, 1), (90, 40)])

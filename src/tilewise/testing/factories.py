@@ -9,7 +9,7 @@ expected, lse = attention_oracle(*sample.in_fp64()[:3], **sample.oracle_options(
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,13 +78,17 @@ class Sample:
         """The tensors that require grad, by name."""
         return {name: tensor for name, tensor in self.float_tensors().items() if tensor.requires_grad}
 
-    def converted(self, dtype: torch.dtype) -> Sample:
-        """The same numbers in another dtype, contiguous, as new leaves with the same requires_grad."""
+    def converted(self, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None) -> Sample:
+        """The same numbers in another dtype, contiguous, as new leaves with the same requires_grad.
 
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().to(dtype).contiguous().requires_grad_(tensor.requires_grad)
+        ``dtypes`` names those that get one of their own.
+        """
+        own = dtypes or {}
 
-        floats = {name: convert(tensor) for name, tensor in self.float_tensors().items()}
+        def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(own.get(name, dtype)).contiguous().requires_grad_(tensor.requires_grad)
+
+        floats = {name: convert(name, tensor) for name, tensor in self.float_tensors().items()}
         options = self.options | {name: floats[name] for name in floats if name in self.options}
         return dataclasses.replace(
             self, q=floats["q"], k=floats["k"], v=floats["v"], options=options, dout=self.dout.to(dtype)

@@ -95,6 +95,7 @@ class Mode(NamedTuple):
     dropout: bool
     scale_first: bool  # scores become natural units before their maximum is taken: always right, one operation more
     precise: bool  # fp32 inputs: exponentials to fp32 rounding
+    two_parts: bool  # the backward reads lse in two parts (lse_parts.py)
     align: int  # elements that every stride and address of q, k, v and out is a multiple of; 1 promises nothing
     bias_align: int  # the same for bias and mask, whose keys are then contiguous; 1 promises nothing
     mask_align: int
@@ -129,6 +130,7 @@ class Config(NamedTuple):
     warps: int
     aligned: bool = False  # every pointer is a multiple of 16 bytes
     registers: int | None = None  # for each thread at most
+    fuses: bool = True  # a product and a sum may become one instruction with one rounding
 
 
 class Box(NamedTuple):

@@ -16,14 +16,14 @@ from tilewise.backends.triton import primitives as P  # noqa: N812
 
 
 @triton.jit
-def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes, batch, head,
-                   start, block, num_blocks, rows, seqlen_q, MODE: tl.constexpr):
+def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes,
+                   batch, head, start, block, num_blocks, rows, seqlen_q, MODE: tl.constexpr):
     """lse and delta of rows as the tiles want them, from dot = rowsum(dout out); stored for the kernels that follow.
 
     lse is in the unit of the scores (see ``probabilities``), and +inf for the -inf of a row that sees no key and for
-    the rows past the end that fill up the statistics, which makes p 0.
-    A huge one is lowered by as much as rounding could have raised it, so that the largest p of its row
-    comes out as 1 and not a little below or above (above is cut off). With a sink also the block's part of
+    the rows past the end that fill up the statistics, which makes p 0. In two parts it has been stored before. In one
+    part a huge one is lowered by as much as rounding could have raised it, so that the largest p of its row comes out
+    as 1 and not a little below or above (above is cut off). With a sink also the block's part of
     dsink = -sum exp(sink - lse) delta.
     """
     stats = P.row_index(batch, head, start, sizes, seqlen_q, MODE.varlen)
@@ -31,27 +31,37 @@ def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, ex
     delta = dot
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats + rows, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + stats + rows, mask=inside, other=float("inf"))
+    log_sum = 0.0
+    if MODE.two_parts:
+        own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
+        lse = tl.load(row_lse_ptr + own, mask=inside, other=float("inf"))
+        log_sum = tl.load(log_sum_ptr + own, mask=inside, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + stats + rows, mask=inside, other=float("inf"))
     if dsink_ptr is not None:
         sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
-        weight = tl.exp2((sink - lse) * P.LOG2E)
+        weight = tl.exp2((sink - lse - log_sum) * P.LOG2E)
         total = tl.sum(tl.where(inside, weight * delta, 0.0))
         plane = batch.to(tl.int64) * sizes.nheads + head
         tl.store(dsink_ptr + plane * num_blocks + block, tl.where(sink == float("-inf"), 0.0, -total))
-    size = tl.abs(lse)
-    slack = tl.where((size > P.HUGE) & (size < float("inf")), size * P.ROUNDING, 0.0)
-    row_lse = tl.where(lse == float("-inf"), float("inf"), lse - slack)
-    if not MODE.scale_first:
-        row_lse *= P.LOG2E
+    if MODE.two_parts:
+        row_lse = lse
+    else:
+        size = tl.abs(lse)
+        slack = tl.where((size > P.HUGE) & (size < float("inf")), size * P.ROUNDING, 0.0)
+        row_lse = tl.where(lse == float("-inf"), float("inf"), lse - slack)
+        if not MODE.scale_first:
+            row_lse *= P.LOG2E
     own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
     kept = rows < tl.cdiv(seqlen_q, P.STATISTICS) * P.STATISTICS
     tl.store(delta_ptr + own, delta, mask=kept)
-    tl.store(row_lse_ptr + own, row_lse, mask=kept)
-    return row_lse, delta
+    if not MODE.two_parts:
+        tl.store(row_lse_ptr + own, row_lse, mask=kept)
+    return row_lse, log_sum, delta
 
 
 @triton.jit
-def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, strides,
+def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, strides,
                  extra_strides, sizes, MODE: tl.constexpr, TILE: tl.constexpr):
     """The row statistics, where no other kernel computes them on its way.
 
@@ -76,8 +86,8 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, d
         dout = P.load_tile(dout_ptr, strides.dout, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m,
                            TILE.block_dv, True, MODE.align)
         dot += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes, batch, head,
-                   start, m_block, num_m_blocks, rows, seqlen_q, MODE)
+    row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes,
+                   batch, head, start, m_block, num_m_blocks, rows, seqlen_q, MODE)
 
 
 @triton.jit
@@ -92,9 +102,14 @@ def scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_q, seql
 
 
 @triton.jit
-def probabilities(s, row_lse, scalars, MODE: tl.constexpr):
-    """p = exp(s - lse). Scores are natural if MODE.scale_first; else raw products, and row_lse in log2 units."""
-    if MODE.scale_first:
+def probabilities(s, row_lse, log_sum, scalars, MODE: tl.constexpr):
+    """p = exp(s - lse). Scores are natural if MODE.scale_first; else raw products, and row_lse in log2 units.
+
+    log_sum is read only if MODE.two_parts.
+    """
+    if MODE.two_parts:
+        return P.exp(s - row_lse - log_sum, MODE.precise)
+    elif MODE.scale_first:
         return P.exp(s - row_lse, MODE.precise)
     else:
         return tl.exp2(s * (scalars.softmax_scale * P.LOG2E) - row_lse)

@@ -1,4 +1,4 @@
-"""The launches of a backward: delta, key gradients, query gradients, and the gradient of a shared bias."""
+"""The launches of a backward: lse in two parts, delta, query and key gradients, the gradient of a shared bias."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tilewise.backends.triton.bias_gradient import bias_gradient_kernel
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.backends.triton.key_gradients import key_gradients_kernel
 from tilewise.backends.triton.launch import Launch
+from tilewise.backends.triton.lse_parts import lse_parts_kernel
 from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, programs, types_of
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
@@ -64,6 +65,8 @@ class BackwardPlan:
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
         # with channels in parts no program has a whole row of dout, so that delta needs a launch of its own
         self.fuses_delta = self.wants_queries and self._shape("queries").tile.num_dv == 1
+        if self.mode.two_parts:
+            self._plan_lse_parts(inputs)
         if not self.fuses_delta:
             self._plan_delta(inputs)
         if self.wants_keys:
@@ -89,7 +92,21 @@ class BackwardPlan:
 
     def _shape(self, kernel: str) -> tiles.Shape:
         shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
-        return shape._replace(tile=shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes))
+        return tiles.Shape(
+            shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes),
+            # a score less the largest of its row is exactly 0 only if every kernel rounds it alike
+            shape.config._replace(fuses=not self.mode.two_parts),
+        )
+
+    def _plan_lse_parts(self, inputs: Inputs) -> None:
+        problem, dtype, fp32 = self.problem, self.problem.dtype, torch.float32
+        tile, config = self._shape("bias")
+        strides, extra_strides, sizes, scalars, mode, tile = self._tail(inputs, tile, None)
+        rows = blocks(problem.seqlen_q, host.STATISTICS) * host.STATISTICS
+        grid = blocks(rows, tile.block_m) * problem.nheads * problem.batch
+        pointers = (dtype, dtype, fp32, fp32, fp32, types_of(inputs, lists=False))
+        tail = (strides, extra_strides, sizes, scalars, mode, tile)
+        self.lse_parts = Launch(lse_parts_kernel, grid, pointers, tail, config, self.device)
 
     def _plan_delta(self, inputs: Inputs) -> None:
         problem = self.problem
@@ -97,7 +114,8 @@ class BackwardPlan:
         self.row_blocks = blocks(problem.seqlen_q, DELTA_ROWS)
         fp32 = torch.float32
         lse, dlse, dsink = self._statistics_types()
-        pointers = (problem.dtype, problem.dtype, lse, dlse, fp32, fp32, dsink, types_of(inputs, lists=False))
+        statistics = (fp32, self._log_sum_type, fp32)
+        pointers = (problem.dtype, problem.dtype, lse, dlse, *statistics, dsink, types_of(inputs, lists=False))
         strides, extra_strides, sizes, _, mode, tile = self._tail(inputs, tile, None)[:6]
         grid = self.row_blocks * problem.nheads * problem.batch
         tail = (strides, extra_strides, sizes, mode, tile)
@@ -108,9 +126,13 @@ class BackwardPlan:
         fp32 = torch.float32
         return fp32, fp32 if self.has_dlse else None, fp32 if "sink" in self.problem.needs_grad else None
 
+    @property
+    def _log_sum_type(self) -> torch.dtype | None:
+        return torch.float32 if self.mode.two_parts else None
+
     def _pointers(self, inputs: Inputs, lists: bool, *outputs: Any) -> tuple[Any, ...]:
         dtype, fp32 = self.problem.dtype, torch.float32
-        return (dtype, dtype, dtype, dtype, fp32, fp32, *outputs, types_of(inputs, lists))
+        return (dtype, dtype, dtype, dtype, fp32, self._log_sum_type, fp32, *outputs, types_of(inputs, lists))
 
     def _plan_keys(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor) -> None:
         """One launch for dk and dv; two, each with the registers for itself, where the head dimension asks for it."""
@@ -129,12 +151,12 @@ class BackwardPlan:
         problem, dtype = self.problem, self.problem.dtype
         tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         tile = tile._replace(held=tile.held and tile.boxes and self._has_registers_for_k(tile))
-        boxes: tuple[Any, ...] = (None,) * 5
+        boxes: tuple[Any, ...] = (None,) * 6
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)
             q_box, dout_box = host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv)
             k_box = host.box_of(inputs.k, tile.block_n, tile.block_d) if tile.held else None
-            boxes = (q_box, dout_box, line, line, k_box)
+            boxes = (q_box, dout_box, line, line if self.mode.two_parts else None, line, k_box)
         lists = ListPlan(problem, inputs, self.marks, tile, "keys") if self.mode.lists else None
         outputs = (dtype if grads.k else None, dtype if grads.v else None, torch.float32 if grads.bias else None)
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
@@ -200,14 +222,16 @@ class BackwardPlan:
                 like = getattr(inputs, name)
                 grads[name] = torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
         extras = host.extras_of(inputs) if self.has_extras else NO_EXTRAS
-        statistics = inputs.q.new_empty(2 * self.rows, dtype=torch.float32)
-        row_lse, delta = self._halves(statistics)
+        statistics = inputs.q.new_empty((3 if self.mode.two_parts else 2) * self.rows, dtype=torch.float32)
+        row_lse, delta, log_sum = self._parted(statistics)
         dsink = None
         if "sink" in problem.needs_grad:
             dsink = self._parts(self.query_blocks if self.fuses_delta else self.row_blocks)
+        if self.mode.two_parts:
+            self.lse_parts((inputs.q, inputs.k, lse, row_lse, log_sum, extras))
         if not self.fuses_delta:
-            self.delta((out, dout, lse, dlse, row_lse, delta, dsink, extras))
-        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, delta)
+            self.delta((out, dout, lse, dlse, row_lse, log_sum, delta, dsink, extras))
+        shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, log_sum, delta)
         if self.wants_queries:
             more = (out, lse, dlse, dsink) if self.fuses_delta else (None,) * 4
             self._run_queries(inputs, (*shared, *more), extras, grads)
@@ -224,12 +248,14 @@ class BackwardPlan:
             launch((grads[name], extras.cu_seqlens_q if name == "q" else extras.cu_seqlens_k))
         return grads
 
-    def _halves(self, statistics: torch.Tensor) -> tuple[Any, Any]:
-        """lse and delta, one after the other: on a device as addresses, which cost less than views."""
+    def _parted(self, statistics: torch.Tensor) -> tuple[Any, Any, Any]:
+        """lse, delta and the second part of lse in a row: on a device as addresses, which cost less than views."""
+        two_parts = self.mode.two_parts
         if INTERPRETED:
-            return statistics[: self.rows], statistics[self.rows :]
-        address = statistics.data_ptr()
-        return address, address + self.rows * statistics.element_size()
+            row_lse, delta, *more = statistics.split(self.rows) if self.rows else (statistics,) * (2 + two_parts)
+            return row_lse, delta, more[0] if two_parts else None
+        address, size = statistics.data_ptr(), self.rows * statistics.element_size()
+        return address, address + size, address + 2 * size if two_parts else None
 
     def _run_keys(self, inputs: Inputs, shared: tuple[Any, ...], extras: Any, grads: Gradients) -> None:
         dbias = self._side_sums(self.problem.seqlen_k) if self.kind == "col" else None

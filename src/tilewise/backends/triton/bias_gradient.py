@@ -11,8 +11,8 @@ from tilewise.backends.triton.backward_parts import at_most_one, probabilities, 
 
 
 @triton.jit
-def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, extras, strides, extra_strides,
-                         sizes, scalars, bias_batch, bias_heads, MODE: tl.constexpr, TILE: tl.constexpr):
+def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, delta_ptr, dbias_ptr, extras, strides,
+                         extra_strides, sizes, scalars, bias_batch, bias_heads, MODE: tl.constexpr, TILE: tl.constexpr):
     """One tile of the gradient of a bias that batch items or heads share: ds summed over them in fp32 registers.
 
     Grid: (key blocks, query blocks, bias heads, bias batch) in one dimension, key blocks fastest.
@@ -49,11 +49,12 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbia
         v_head = P.head_address(v_ptr, strides.v, batch, start, head // sizes.group, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, start, head, MODE.align)
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+        log_sum = tl.load(log_sum_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
         s = product(q_head, strides.q, m_begin, 0, seqlen_q, k_head, strides.k, n_begin, key_begin, key_end,
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
         s, _ = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
-        p = at_most_one(probabilities(s, lse[:, None], scalars, MODE))
+        p = at_most_one(probabilities(s, lse[:, None], log_sum[:, None], scalars, MODE))
         dp = product(dout_head, strides.dout, m_begin, 0, seqlen_q, v_head, strides.v, n_begin, key_begin, key_end,
                      TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_m, TILE.block_n, MODE)
         if MODE.dropout:

@@ -174,6 +174,7 @@ def mode_of(problem: Problem, marks: Marks) -> Mode:
         dropout=rng.threshold(problem.dropout_p) > 0,
         scale_first=scored or problem.softmax_scale <= 0 or problem.dtype == torch.float32,
         precise=problem.dtype == torch.float32,
+        two_parts=problem.dtype == torch.float32 or problem.bias_shape is not None,
         align=marks.align,
         bias_align=marks.bias,
         mask_align=marks.mask,

@@ -24,8 +24,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     their own gradients, so that a tile at the end needs no mask.
     """
     EDGE: tl.constexpr = KIND == "edge"
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr = pointers
-    q_desc, dout_desc, lse_desc, delta_desc = descriptors
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, delta_ptr = pointers
+    q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc = descriptors
     rows = m_begin + tl.arange(0, TILE.block_m)
     cols = n_begin + tl.arange(0, TILE.block_n)
     i, j = rows[None, :], cols[:, None]
@@ -34,12 +34,17 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     q = P.load_rows(q_ptr, q_desc, strides.q, batch, q_start, seqlen_q, head, m_begin, part % TILE.num_d * TILE.block_d,
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
+    log_sum = 0.0
     if TILE.boxes and not EDGE:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        if MODE.two_parts:
+            log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
+        if MODE.two_parts:
+            log_sum = tl.load(log_sum_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
     v_first = part % TILE.num_dv * TILE.block_dv
     JOINT: tl.constexpr = TILE.joint and TILE.boxes
     if JOINT:
@@ -52,7 +57,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
-    p = at_most_one(probabilities(s, lse, scalars, MODE))
+    p = at_most_one(probabilities(s, lse, log_sum, scalars, MODE))
     if KIND == "banded":
         if cut:
             p = tl.where(B.keep_band(i, j, lower, upper, MODE), p, 0.0)
@@ -95,9 +100,9 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
 
 
 @triton.jit
-def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, q_desc,
-                         dout_desc, lse_desc, delta_desc, k_desc, extras, strides, extra_strides, sizes, scalars,
-                         MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr,
+                         q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc, k_desc, extras, strides, extra_strides,
+                         sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """dk and dv of one key block, summed over the query heads that share it; column sums of ds if GRADS.bias is "col".
 
     Where k and v have different numbers of channel parts, the fewer are computed more than once, to the same bits.
@@ -146,8 +151,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_p
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
         stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
-        pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, delta_ptr)
-        descriptors = (q_desc, dout_desc, lse_desc, delta_desc)
+        pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, log_sum_ptr, delta_ptr)
+        descriptors = (q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc)
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)

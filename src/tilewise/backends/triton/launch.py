@@ -95,7 +95,7 @@ def fix_keys(module: str) -> None:
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], config: Config, target: GPUTarget) -> CompiledKernel:
     """The kernel for ``target``, from Triton's disk cache when it has been compiled before."""
     fix_keys(kernel.fn.__module__)
-    wanted: dict[str, Any] = {"num_warps": config.warps, "num_stages": 2}
+    wanted: dict[str, Any] = {"num_warps": config.warps, "num_stages": 2, "enable_fp_fusion": config.fuses}
     if config.registers is not None:
         wanted["maxnreg"] = config.registers
     options = make_backend(target).parse_options(wanted)

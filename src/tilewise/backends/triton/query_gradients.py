@@ -12,9 +12,9 @@ from tilewise.backends.triton.places import place
 
 
 @triton.jit
-def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
-               sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, cut, seqlen_q, seqlen_k,
-               KIND: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_tile(dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras,
+               extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_begin, part, cut, seqlen_q,
+               seqlen_k, KIND: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
     """Adds what the keys [n_begin, n_begin + block_n) send to the program's queries. Tiles are (queries, keys).
 
     KIND is as for forward.score_tile; a huge lse makes pairs count as excluded.
@@ -42,7 +42,7 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_m, TILE.block_n, MODE)
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, KIND != "full",
                       MODE)
-    p = probabilities(s, lse[:, None], scalars, MODE)
+    p = probabilities(s, lse[:, None], log_sum, scalars, MODE)
     if EDGE:
         p = at_most_one(p)
     elif KIND == "cut":
@@ -86,9 +86,10 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptor
 
 
 @triton.jit
-def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr, out_ptr, lse_ptr, dlse_ptr, dsink_ptr,
-                           dq_ptr, dbias_ptr, dslopes_ptr, k_desc, v_desc, extras, strides, extra_strides, sizes,
-                           scalars, MODE: tl.constexpr, TILE: tl.constexpr, GRADS: tl.constexpr):
+def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, out_ptr, lse_ptr,
+                           dlse_ptr, dsink_ptr, dq_ptr, dbias_ptr, dslopes_ptr, k_desc, v_desc, extras, strides,
+                           extra_strides, sizes, scalars, MODE: tl.constexpr, TILE: tl.constexpr,
+                           GRADS: tl.constexpr):
     """dq of one query block; dbias as tiles of ds or as its row sums; each block's part of the ALiBi slopes' gradient.
 
     With GRADS.statistics it runs first, since it computes the row statistics on its way: out is read once and dout is
@@ -126,12 +127,18 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
         out = P.load_tile(out_ptr, strides.out, m_begin, tl.arange(0, TILE.block_dv), 0, seqlen_q, TILE.headdim_v,
                           TILE.block_m, TILE.block_dv, True, MODE.align)
         dot = tl.sum(tl.cast(out, tl.float32) * tl.cast(dout, tl.float32), 1)
-        lse, delta = row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dsink_ptr, extras, extra_strides,
-                                    sizes, batch, head, q_start, m_block, num_m_blocks, rows, seqlen_q, MODE)
+        lse, log_sum, delta = row_statistics(
+            dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes, batch,
+            head, q_start, m_block, num_m_blocks, rows, seqlen_q, MODE)
     else:
         stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
         lse = tl.load(row_lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
+        log_sum = 0.0
+        if MODE.two_parts:
+            log_sum = tl.load(log_sum_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)
+    if MODE.two_parts:
+        log_sum = log_sum[:, None]
     huge = tl.max(tl.where(lse < float("inf"), tl.abs(lse), 0.0)) > P.HUGE
     slope = 0.0
     if MODE.alibi:
@@ -166,8 +173,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
             n_block = inner_first + step
         cut = (n_block < full_first) | (n_block >= full_last) | huge
         dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides, sizes,
-            scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k,
+            dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras, extra_strides,
+            sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k,
             INNER, MODE, TILE, GRADS)
     EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
@@ -178,9 +185,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr
             else:
                 n_block = B.around(step, first, inner_first, inner_last)
             dq, row_sum, slope_sum = query_tile(
-                dq, row_sum, slope_sum, q, dout, lse, delta, pointers, descriptors, strides, extras, extra_strides,
-                sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True, seqlen_q,
-                seqlen_k, OUTER, MODE, TILE, GRADS)
+                dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras,
+                extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, True,
+                seqlen_q, seqlen_k, OUTER, MODE, TILE, GRADS)
 
     if GRADS.q:
         dq_ptr = P.head_address(dq_ptr, strides.dq, batch, q_start, head, MODE.align)
