@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 from tilewise.backends.hopper import backward_plan, launch, plans
 from tilewise.backends.hopper.backend import Hopper
+from tilewise.backends.hopper.maps import Map
 from tilewise.inputs import Arguments, Inputs, describe
 from tilewise.problem import Problem
 
@@ -32,7 +33,9 @@ class Recorded:
 
     def __call__(self, stream: int, *arguments: Any) -> None:
         assert [shape(value) for value in arguments] == self.expected
-        Recorded.calls.append((self.name, self.grid, arguments))
+        maps = [value for value in self.arguments if isinstance(value, Map)]
+        there = [kind.at(address) for kind, address in zip(maps, arguments, strict=False)]
+        Recorded.calls.append((self.name, self.grid, (*there, *arguments[len(maps) :])))
 
 
 @pytest.fixture(autouse=True)

@@ -10,16 +10,8 @@ from tilewise.backends.hopper import tiles
 from tilewise.backends.hopper.arguments import BackwardPointers, BackwardSizes, BackwardTile, Mode, Scalars
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
-from tilewise.backends.hopper.launch import (
-    Box,
-    Launch,
-    Map,
-    current_stream,
-    dense_map,
-    multiprocessors,
-    packed_map,
-    ticket,
-)
+from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
+from tilewise.backends.hopper.maps import Box, Map, dense_map, packed_map
 from tilewise.backends.hopper.plans import (
     CHUNK,
     Table,
@@ -91,7 +83,7 @@ class BackwardPlan:
         make = packed_map if varlen else dense_map
         statistics = Map(Box(torch.float32, (tile.block_m,), swizzled=False), (self.rows,), (1,))
         fragments = Map(Box(torch.float32, (128, 32)), (self.rows * tile.block_d // 32, 32), (32, 1))
-        self.maps = (
+        maps = (
             make(inputs.q, tile.block_m, tile.block_d),
             make(keys[0], tile.block_n, tile.block_d),
             make(keys[1], tile.block_n, tile.block_d),
@@ -106,7 +98,7 @@ class BackwardPlan:
         pointers = BackwardPointers(stand_in(torch.int32), stand_in(torch.float32, problem.alibi), *packed)
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         kernel = backward_kernel if tile.block_d <= 128 else backward_wide_kernel
-        self.main = Launch(kernel, grid, (*self.maps, pointers, self.sizes, scalars, mode, tile, 4))
+        self.main = Launch(kernel, grid, (*maps, pointers, self.sizes, scalars, mode, tile, 4))
 
     def _around(self, problem: Problem, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:
         """The launches before and after."""
@@ -169,9 +161,8 @@ class BackwardPlan:
         slopes = contiguous_or_none(inputs.alibi_slopes)
         keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
         addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)
-        maps = [kind.at(address) for kind, address in zip(self.maps, addresses, strict=True)]
         pointers = (ticket(stream, index), address_of(slopes), *map(address_of, packed))
-        self.main(stream, *maps, pointers, self.sizes, self.scalars)
+        self.main(stream, *addresses, pointers, self.sizes, self.scalars)
         self.after(stream, acc, dq.data_ptr(), cu, *self.after_tail)
         grads = {"q": dq, "k": dk, "v": dv}
         if self.sink is not None and inputs.sink is not None:

@@ -9,90 +9,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import JITFunction
 
+from tilewise.backends.hopper.maps import TYPES, Encoded, Map
+
 TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-}
-RAGGED = 1 << 30
-
-
-class Box(NamedTuple):
-    """The kind of a tensor map: element type and the box that one copy moves."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    swizzled: bool = True
-
-    def type_name(self) -> str:
-        """Triton's name of this argument type."""
-        bits = self.dtype.itemsize * 8
-        width = min(128, self.shape[-1] * self.dtype.itemsize) if self.swizzled else 0
-        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(self.shape))
-        return f"tensordesc<{TYPES[self.dtype]}{list(self.shape)},{layout!r}>"
-
-
-class Map:
-    """A tensor map to be: what Triton's launcher reads of a descriptor, without the checks of its class."""
-
-    __slots__ = ("address", "box", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False  # read from triton 3.7 on
-
-    def __init__(self, box: Box, shape: tuple[int, ...], strides: tuple[int, ...], address: int = 0) -> None:
-        self.box, self.shape, self.strides, self.address = box, shape, strides, address
-
-    @property
-    def base(self) -> Map:
-        """What the launcher asks for the address."""
-        return self
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
-
-    def at(self, address: int) -> Map:
-        """The same map elsewhere."""
-        return Map(self.box, self.shape, self.strides, address)
-
-
-def dense_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
-    """Map of (batch, seqlen, nheads, dim) as (batch, nheads, seqlen, dim), one head's rows at a time.
-
-    A box past the end of a sequence reads zeros and writes nothing. A stride of a dimension of size 1 is arbitrary, so
-    it is replaced by one the hardware takes.
-    """
-    dim = tensor.shape[3]
-    order = (0, 2, 1)
-    sizes = tuple(tensor.shape[i] for i in order)
-    steps = tuple(tensor.stride(i) if tensor.shape[i] > 1 else tensor[0].numel() for i in order)
-    return Map(Box(tensor.dtype, (1, 1, rows, cols)), (*sizes, dim), (*steps, 1))
-
-
-def packed_map(tensor: torch.Tensor, rows: int, cols: int) -> Map:
-    """Map of (total, nheads, dim) with rows clipped at the end of any sequence, not only of the tensor.
-
-    A row's address is built from three coordinates whose strides cancel modulo 2**64, so that the hardware's bounds
-    check on one of them falls where the kernel wants it (the method of triton.tools.ragged_tma).
-    """
-    _, nheads, dim = tensor.shape
-    row, head = tensor.stride(0), tensor.stride(1) if nheads > 1 else dim
-    limit = 0x7FFF0000
-    box = Box(tensor.dtype, (1, 1, 1, rows, cols))
-    return Map(box, (limit, limit, nheads, RAGGED, dim), (2**34 - row, row, head, row, 1))
+KNOWN_TRITON = ("3.6.",)
 
 
 def _type_of(value: Any) -> Any:
@@ -166,10 +95,26 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], num_warps: int = 4) 
 _COMPILED: dict[object, CompiledKernel] = {}
 
 
-class Launch:
-    """A kernel bound to everything of its call but the addresses."""
+def _direct(compiled: CompiledKernel, maps: int) -> tuple[Any, list[Any]] | None:
+    """CUDA's compiled launcher and what it must know of each tensor map, or None where Triton's inside is not known.
 
-    __slots__ = ("constants", "function", "grid", "packed", "run")
+    ``compiled.run`` would encode every map at every call.
+    """
+    run = compiled.run
+    known = triton.__version__.startswith(KNOWN_TRITON) and hasattr(run, "launch_pdl")
+    if not known or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    metas = list(getattr(compiled.metadata, "tensordesc_meta", None) or [])
+    if not maps:
+        return run.launch, []
+    cells = dict(zip(run.launch.__code__.co_freevars, run.launch.__closure__ or (), strict=True))
+    return (cells["launcher"].cell_contents, metas) if "launcher" in cells and len(metas) == maps else None
+
+
+class Launch:
+    """A kernel bound to everything of its call but the addresses. Its tensor maps come before its other arguments."""
+
+    __slots__ = ("constants", "fixed", "grid", "maps", "run")
 
     def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
         self.grid = grid
@@ -179,11 +124,23 @@ class Launch:
         compiled = _COMPILED.get(key)
         if compiled is None:
             compiled = _COMPILED[key] = compile_kernel(kernel, arguments, num_warps)
-        self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
+        maps = [value for value in arguments if isinstance(value, Map)]
+        direct = _direct(compiled, len(maps))
+        if direct is None:
+            self.run, metas = compiled.run, [None] * len(maps)
+            self.fixed: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+        else:
+            self.run, metas = direct
+            # cooperative grid, programmatic launch, two scratch buffers; then metadata and hooks
+            self.fixed = (compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
+        self.maps = tuple(map(Encoded, maps, metas))
 
     def __call__(self, stream: int, *arguments: Any) -> None:
-        """Run on a stream; the run-time arguments in the kernel's order, addresses as integers."""
-        self.run(self.grid, 1, 1, stream, self.function, self.packed, None, None, None, *arguments, *self.constants)
+        """Run on a stream; the run-time arguments in the kernel's order, addresses as integers, also those of maps."""
+        encoded: list[Any] = []
+        for known, address in zip(self.maps, arguments, strict=False):
+            encoded += known.get(address) or known.encode(address)
+        self.run(self.grid, 1, 1, stream, *self.fixed, *encoded, *arguments[len(self.maps) :], *self.constants)
 
 
 def current_stream(index: int) -> int:

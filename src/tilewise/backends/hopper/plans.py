@@ -14,14 +14,8 @@ from tilewise.backends.hopper.arguments import (
 )
 from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.forward import forward_kernel
-from tilewise.backends.hopper.launch import (
-    Launch,
-    current_stream,
-    dense_map,
-    multiprocessors,
-    packed_map,
-    ticket,
-)
+from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
+from tilewise.backends.hopper.maps import dense_map, packed_map
 from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
@@ -29,6 +23,7 @@ from tilewise.problem import Problem
 
 MERGED_ROWS = 4  # rows that one program merges
 CHUNK = 1024  # sequences that one step of a scan over offsets takes
+NO_EXTRAS: tuple[int | None, ...] = (None,) * 5  # of ``Pointers``: slopes, sink and the packed form's three
 
 
 def stand_in(dtype: torch.dtype, wanted: bool = True) -> torch.Tensor | None:
@@ -152,13 +147,14 @@ class ForwardPlan:
             self.skip = tuple(seen.begin * t.stride(1) * t.element_size() for t in (k, v))
             k, v = (t[:, seen.begin : seen.end] for t in (k, v))
         make = packed_map if varlen else dense_map
-        self.maps = (
+        maps = (
             make(inputs.q, 64, tile.part_d),
             make(k, tile.block_n, tile.part_d),
             make(v, tile.block_n, tile.box_dv),
             make(meta_tensor(self.out_shape, problem.dtype), 64, tile.box_dv // tile.out_parts),
         )
         self.table = None
+        self.extras = varlen or problem.alibi or problem.sink
         if varlen:
             self.table = Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
             self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
@@ -174,7 +170,16 @@ class ForwardPlan:
             *(stand_in(torch.int32, varlen) for _ in range(3)),
         )
         grid = min(processors, self.sizes.tiles)
-        self.launch = Launch(forward_kernel, grid, (*self.maps, pointers, self.sizes, self.scalars, mode, tile, 4))
+        self.launch = Launch(forward_kernel, grid, (*maps, pointers, self.sizes, self.scalars, mode, tile, 4))
+
+    def _extras(self, stream: int, inputs: Inputs, out: torch.Tensor, lse_at: int) -> tuple[torch.Tensor | None, ...]:
+        """What a call may have beside q, k and v, in the order of ``Pointers``, with the packed form's table made."""
+        packed: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.table is not None:
+            cu_q, cu_k = offsets_of(inputs)
+            packed = (cu_q, cu_k, self.table.make(stream, cu_q))
+            self.clear(stream, out.data_ptr(), lse_at, cu_q.data_ptr(), *self.clear_tail)
+        return contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink), *packed
 
     def run(self, inputs: Inputs) -> State:
         """(out, lse) on the current stream."""
@@ -183,24 +188,20 @@ class ForwardPlan:
         stream = current_stream(index)
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        packed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self.table is not None:
-            cu_q, cu_k = offsets_of(inputs)
-            packed = (cu_q, cu_k, self.table.make(stream, cu_q))
-            self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
-        slopes, sink = contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink)
-        lse_at, outs_at = lse.data_ptr(), None
+        lse_at, outs_at, extras = lse.data_ptr(), None, NO_EXTRAS
+        if self.extras:
+            tensors = self._extras(stream, inputs, out, lse_at)  # alive until the launch
+            extras = tuple(map(address_of, tensors))
         if self.merge is not None:
             _states, outs_at, lse_at = self.merge.states(q)
-        q_map, k_map, v_map, out_map = self.maps
         skip_k, skip_v = self.skip
         self.launch(
             stream,
-            q_map.at(q.data_ptr()),
-            k_map.at(inputs.k.data_ptr() + skip_k),
-            v_map.at(inputs.v.data_ptr() + skip_v),
-            out_map.at(out.data_ptr()),
-            (ticket(stream, index), lse_at, outs_at, address_of(slopes), address_of(sink), *map(address_of, packed)),
+            q.data_ptr(),
+            inputs.k.data_ptr() + skip_k,
+            inputs.v.data_ptr() + skip_v,
+            out.data_ptr(),
+            (ticket(stream, index), lse_at, outs_at, *extras),
             self.sizes,
             self.scalars,
         )

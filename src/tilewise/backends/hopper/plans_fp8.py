@@ -7,7 +7,8 @@ import torch
 from tilewise.backends.hopper import plans, tiles
 from tilewise.backends.hopper.arguments import Descale, Fp8Pointers
 from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
-from tilewise.backends.hopper.launch import Launch, current_stream, dense_map, multiprocessors, packed_map, ticket
+from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
+from tilewise.backends.hopper.maps import dense_map, packed_map
 from tilewise.backends.hopper.schedule import clear_kernel
 from tilewise.descale import BLOCK
 from tilewise.dispatch.backend import State
@@ -51,7 +52,7 @@ class Fp8ForwardPlan:
             k, v = (t[:, first : seen.end] for t in (k, v))
             self.first_block, self.unseen = seen.begin // BLOCK, seen.unseen or None
         make = packed_map if varlen else dense_map
-        self.maps = (
+        maps = (
             make(inputs.q, 64, tile.block_d),
             make(k, tile.block_n, tile.block_d),
             make(v, tile.block_n, tile.block_dv),
@@ -69,7 +70,7 @@ class Fp8ForwardPlan:
         packed = (int32 if varlen else None for _ in range(3))
         pointers = Fp8Pointers._make((int32, fp32, like, *scaled, self.unseen, *extras, *packed))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
-        arguments = (*self.maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
+        arguments = (*maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
         self.launch = Launch(forward_fp8_kernel, grid, arguments)
 
     def run(self, inputs: Inputs) -> State:
@@ -85,15 +86,14 @@ class Fp8ForwardPlan:
             packed = (cu_q, cu_k, self.table.make(stream, cu_q))
             self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
         slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
-        q_map, k_map, v_map = self.maps
         skip_k, skip_v = self.skip
         scaled = map(_descale, _descales_of(inputs), (0, self.first_block, self.first_block))
         extras = map(plans.address_of, (slopes, sink, *packed))
         self.launch(
             stream,
-            q_map.at(q.data_ptr()),
-            k_map.at(inputs.k.data_ptr() + skip_k),
-            v_map.at(inputs.v.data_ptr() + skip_v),
+            q.data_ptr(),
+            inputs.k.data_ptr() + skip_k,
+            inputs.v.data_ptr() + skip_v,
             (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, self.unseen, *extras),
             self.sizes,
             self.scalars,

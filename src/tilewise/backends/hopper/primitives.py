@@ -15,7 +15,7 @@ from tilewise.backends.hopper.arguments import KeyBlocks, Ring, Span, Work
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-RAGGED = gl.constexpr(1 << 30)  # rows of a packed descriptor: see launch.packed_map
+RAGGED = gl.constexpr(1 << 30)  # rows of a packed descriptor: see maps.packed_map
 TICKETS = gl.constexpr(2)
 
 
