@@ -25,7 +25,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from tilewise import ops
-from tilewise.inputs import TENSOR_COUNT, Arguments, check_tensors, inputs_of
+from tilewise.inputs import ABSENT, TENSOR_COUNT, Arguments, Inputs, check_tensors, inputs_of
 from tilewise.plan import Plan, find
 from tilewise.problem import GRAD_NAMES
 
@@ -109,6 +109,21 @@ def _or_zeros(grad: Grad, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
+def _strides(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Of q, k and v, for which a plan is made: saved tensors can be packed away and come back in another layout."""
+    return [tensor.stride() for tensor in tensors[:3]]
+
+
+def _gradients(plan: Plan | None, flat: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
+    """The gradients that the arguments ``flat`` ask for; ``state``: dout, dlse, out, lse; ``plan``: where it fits."""
+    dout, dlse, out, lse = state
+    tensors, rest = flat[:TENSOR_COUNT], flat[TENSOR_COUNT:]
+    if plan is not None and not is_differentiated() and is_plain((dout, dlse, *tensors)):
+        arguments = Arguments._make(flat)
+        return ops.run_backward(plan.derivative("backward", arguments), arguments, dout, dlse, out, lse)
+    return backward((*state, *tensors), rest)
+
+
 class Forward(torch.autograd.Function):
     """F: (tensors, rest, plan, state) to (out, lse); without a plan, by the dispatcher; a state is the result known."""
 
@@ -123,7 +138,7 @@ class Forward(torch.autograd.Function):
             out, lse = ops.run_forward(plan, inputs_of(Arguments._make((*tensors, *rest)), plan.problem))
         _save(ctx, (*tensors, out, lse), rest)
         ctx.plan = plan
-        ctx.strides = None if plan is None else [tensor.stride() for tensor in tensors[:3]]
+        ctx.strides = None if plan is None else _strides(tensors)
         return out, lse
 
     @staticmethod
@@ -132,22 +147,40 @@ class Forward(torch.autograd.Function):
         names = _wanted(ctx, 0)
         if not names or (grads[0] is None and grads[1] is None):
             return (None,) * (TENSOR_COUNT + 3)
-        rest = asking(ctx.rest, names)
-        dout, dlse = _or_zeros(grads[0], out), grads[1]
-        # saved tensors can be packed away and come back in another layout, for which the plan was not made
-        as_before = ctx.plan is not None and ctx.strides == [tensor.stride() for tensor in tensors[:3]]
-        if as_before and not is_differentiated() and is_plain((dout, dlse, *tensors)):
-            arguments = Arguments._make((*tensors, *rest))
-            results = ops.run_backward(ctx.plan.derivative("backward", arguments), arguments, dout, dlse, out, lse)
-        else:
-            results = backward((dout, dlse, out, lse, *tensors), rest)
-        return tuple(_spread(names, results, 0, 3))
+        plan = ctx.plan if ctx.plan is not None and ctx.strides == _strides(tensors) else None
+        state = _or_zeros(grads[0], out), grads[1], out, lse
+        return tuple(_spread(names, _gradients(plan, (*tensors, *asking(ctx.rest, names)), state), 0, 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         six = [tangents[slot] for slot in _SLOTS]
         return torch.ops.tilewise.jvp.default(*six, out, lse, *tensors, *ctx.rest)
+
+
+class PlainForward(torch.autograd.Function):
+    """F of q, k and v alone, ordinary eager tensors: (q, k, v, plan, rest) to out. It carries nothing absent."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rest: tuple[Any, ...]) -> Any:
+        out, lse = plan.backend.forward(plan.problem, Inputs(q, k, v))
+        out = out.contiguous()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = plan, rest, (q.stride(), k.stride(), v.stride())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        names = tuple(name for name, needed in zip(GRAD_NAMES, ctx.needs_input_grad[:3], strict=False) if needed)
+        if grads[0] is None:
+            return None, None, None, None, None
+        plan, rest, strides = ctx.call
+        plan = plan if strides == (q.stride(), k.stride(), v.stride()) else None
+        flat = (q, k, v, *ABSENT, *asking(rest, names))
+        named = dict(zip(names, _gradients(plan, flat, (grads[0], None, out, lse)), strict=True))
+        return named.get("q"), named.get("k"), named.get("v"), None, None
 
 
 class Backward(torch.autograd.Function):
@@ -264,6 +297,7 @@ class ScaledForward(torch.autograd.Function):
         raise NotImplementedError("tilewise: fp8 inputs have no forward mode; a tangent came in with a tensor")
 
 
+_plain_forward: Any = super(torch.autograd.Function, PlainForward).apply
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     "forward": Forward,
     "backward": Backward,
@@ -337,6 +371,12 @@ def record(plan: Plan, arguments: Arguments, state: ops.State | None = None) -> 
     """(out, lse) of ordinary eager tensors by a plan that is at hand, recorded; ``state``: what it gives, if known."""
     out, lse = _apply(Forward, *arguments[:TENSOR_COUNT], arguments[TENSOR_COUNT:], plan, state)
     return out, lse
+
+
+def record_plain(plan: Plan, rest: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """out of q, k and v alone by a plan that is at hand, recorded; not for a call that autocast or torch.func sees."""
+    out: torch.Tensor = _plain_forward(q, k, v, plan, rest)
+    return out
 
 
 def backward(tensors: Sequence[Any], rest: Sequence[Any]) -> Any:

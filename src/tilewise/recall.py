@@ -9,6 +9,7 @@ because the tensors have pushed them out of the caches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,4 +93,6 @@ def _way(plan: Plan, arguments: Arguments) -> Way:
 
     if not arguments.needs_grad:
         return computed if prepared is None else prepared.run
-    return recorded if prepared is None else native(plan, prepared, arguments, recorded)
+    if prepared is None:
+        return functools.partial(autograd.record_plain, plan, rest)
+    return native(plan, prepared, arguments, recorded)
