@@ -58,11 +58,12 @@ def test_a_remembered_call_gives_out_and_gradients(name: str, causal: bool | str
     torch.testing.assert_close(one, other)
 
 
-def test_a_remembered_call_has_second_derivatives() -> None:
+@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
+def test_a_remembered_call_has_second_derivatives(name: str) -> None:
     tensors = _tensors()
     ones = [
         torch.autograd.grad(torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)[0].sum(), tensors)
-        for out in (_twice(tensors), attention_oracle(*tensors)[0])
+        for out in (_twice(tensors, backend=name), attention_oracle(*tensors)[0])
     ]
     for one, other in zip(*ones, strict=True):
         torch.testing.assert_close(one, other)
@@ -149,7 +150,21 @@ def test_wrong_tensors_are_refused_with_the_message_of_a_first_call() -> None:
         assert messages[0] == messages[1]
 
 
-def test_saved_tensors_that_come_back_in_another_layout_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_forward_mode_over_the_backward_of_a_remembered_call(name: str) -> None:
+    tensors = _tensors()
+    dout, moved = torch.randn(2, 2, 9, 4, 16, dtype=torch.float64)
+    tangents = []
+    for out in (_twice(tensors, backend=name), attention_oracle(*tensors)[0]):
+        with forward_ad.dual_level():
+            grads = torch.autograd.grad(out, tensors, forward_ad.make_dual(dout, moved))
+            tangents.append([forward_ad.unpack_dual(grad).tangent for grad in grads])
+    for one, other in zip(*tangents, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_saved_tensors_that_come_back_in_another_layout_give_the_same_gradients(name: str) -> None:
     tensors = _tensors()
     dout = torch.randn(2, 9, 4, 16, dtype=torch.float64)
 
@@ -157,7 +172,7 @@ def test_saved_tensors_that_come_back_in_another_layout_give_the_same_gradients(
         return tensor.mT.contiguous().mT if tensor.ndim == 4 else tensor
 
     with saved_tensors_hooks(turned, lambda tensor: tensor):
-        out = _twice(tensors, backend="auto")
+        out = _twice(tensors, backend=name)
         got = torch.autograd.grad(out, tensors, dout)
     expected = torch.autograd.grad(attention_oracle(*tensors)[0], tensors, dout)
     for one, other in zip(got, expected, strict=True):
