@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 TURNERS = 2  # warps that transpose the v of fp8
 V_SLOTS = 2  # of v as it comes, and as many of v transposed
 OPEN = 1 << 30  # a band's bound that nothing reaches
+ALL, FREE = 4, -1  # of four quarters; the assembler chooses
 
 
 class Sizes(NamedTuple):
@@ -85,7 +86,7 @@ class ForwardTile(NamedTuple):
     out_parts: int  # out leaves in so many goes, for want of shared memory
     lazy: bool  # the maximum follows only what outgrows it a lot, and a warp without such a row leaves out as it is
     votes: bool = False  # lazy, and a warp without such a row does not even compare its threads' maxima
-    pinned: bool = True  # the wait for p v stays behind the exponentials in full blocks too, not only in masked ones
+    held: int = ALL  # quarters of a full block's exponentials that come before the wait for p v; of a masked one's all
     turns: bool = False  # the consumers start their products in turn
     halved: bool = False  # half of the next scores start beside p v, the others in the registers that p leaves
     one_loop: bool = False  # windows: one for full blocks too, which takes less registers, and less code to fetch

@@ -5,9 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper import arguments
+from tilewise.backends.hopper.barriers import hold, pin
 from tilewise.backends.hopper.follow import by_threads, follow, over_groups
 from tilewise.backends.hopper.primitives import LN2, capped, keep_band, scale_moved, tilt
 
+ALL = gl.constexpr(arguments.ALL)
+FREE = gl.constexpr(arguments.FREE)
 LAZY = gl.constexpr(8.0)  # a lazy maximum lets probabilities grow to 2**8, far inside the range of fp16
 
 
@@ -67,13 +71,34 @@ def shifted(s, row_max, scale_log2, MODE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(x, rescale, row_sum):
-    """Probabilities, and the row sums with them."""
+def quarters(p):
+    """Four parts of the columns, ``by_threads``; no data moves."""
+    x = gl.permute(gl.reshape(p, [p.shape[0], 2, 2, p.shape[1] // 32, 4, 2]), [0, 3, 4, 5, 1, 2])
+    low, high = gl.split(x)
+    first, third = gl.split(low)
+    second, fourth = gl.split(high)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def exponentials(x, rescale, row_sum, HELD: gl.constexpr):
+    """Probabilities, and the row sums with them. A wait behind this stays behind HELD quarters of them, unless FREE."""
     p = gl.exp2(x)
+    LAYOUT: gl.constexpr = row_sum.type.layout
     if len(rescale.shape) == 1:
-        by_thread = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-        rescale = gl.expand_dims(by_thread, 1)
-    return p, row_sum * rescale + partial_sums(p)
+        rescale = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+    if HELD == ALL:
+        row_sum = pin(row_sum * rescale + partial_sums(p))
+    elif HELD == FREE:
+        row_sum = row_sum * rescale + partial_sums(p)
+    else:
+        parts = quarters(p)
+        row_sum = row_sum * rescale
+        for i in gl.static_range(4):
+            if i == HELD:
+                row_sum = hold(row_sum)
+            row_sum += gl.convert_layout(gl.sum(gl.sum(parts[i], 3), 1), LAYOUT, assert_trivial=True)
+    return p, row_sum
 
 
 @gluon.jit

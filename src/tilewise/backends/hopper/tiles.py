@@ -6,7 +6,7 @@ import math
 from operator import ge
 from typing import NamedTuple
 
-from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
+from tilewise.backends.hopper.arguments import FREE, OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
 from tilewise.descale import BLOCK, FP8
 from tilewise.masks import band, kept_pairs
 from tilewise.problem import Problem
@@ -21,35 +21,35 @@ MERGE_BLOCKS = 4  # a second launch
 _FORWARD = {
     # for few keys, where three warpgroups with their 192 rows lose 7 %: see _MANY; a lazy maximum lost 3 to 7 %, a
     # cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
-    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False, pinned=False),
+    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False, held=FREE),
     # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
     (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
     # for few keys: see _MANY; with q in registers the two products get into each other's way, -6 % full at 1024
-    (80, 80): ForwardTile(128, 80, 80, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, pinned=False, turns=True),
-    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, pinned=False, turns=True),
+    (80, 80): ForwardTile(128, 80, 80, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, held=FREE, turns=True),
+    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, held=FREE, turns=True),
     # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
     # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
-    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, pinned=False),
+    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, held=FREE),
     # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
     (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
     # without the padding to 192 +10 %
-    (160, 160): ForwardTile(64, 160, 160, 2, 2, 240, q_in_registers=True, out_parts=2, lazy=True, pinned=False),
+    (160, 160): ForwardTile(64, 160, 160, 2, 2, 240, q_in_registers=True, out_parts=2, lazy=True, held=FREE),
     # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
     # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
-    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
-    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, pinned=False),
+    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, held=FREE),
+    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, held=FREE),
 }
 # q in registers, of which a window leaves none: +5 % causal and +7 % full at 16384 with 192/128; at 192 +5 % causal at
 # 16384 and +25 % at 4096, but in full ones the assembler lets the free wait stand before the softmax (-11 %)
-_FULL = {(192, 128): _FORWARD[192, 128]._replace(q_in_registers=True, votes=True, pinned=False)}
-_CAUSAL = _FULL | {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, pinned=False)}
+_FULL = {(192, 128): _FORWARD[192, 128]._replace(q_in_registers=True, votes=True, held=FREE)}
+_CAUSAL = _FULL | {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, held=FREE)}
 # the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
 # maxima. (block_d, block_dv) -> kept keys of a query, between what was measured, from which on it does; and the tile
 _MANY = {
     # against two warpgroups +6 % full and +12 % causal at 4096, +5 % full at 1024, -7 % causal there
-    (64, 64): (700, ForwardTile(128, 64, 64, 4, 3, 160, False, 1, True, votes=True, pinned=False, one_loop=True)),
+    (64, 64): (700, ForwardTile(128, 64, 64, 4, 3, 160, False, 1, True, votes=True, held=FREE, one_loop=True)),
     # against two +11 % causal and +9 % full at 16384, -1 % causal at 2048, -2 % full at 1024. Half of the scores are
     # beside p v, for want of registers; all of them after it, -3 % causal and -2 % full
     (80, 80): (1500, _FORWARD[80, 80]._replace(consumers=3, registers=160, halved=True)),
@@ -62,7 +62,7 @@ _WINDOWS = {
     # +13 to +17 % at 128, with three loops +8 %; +9 % at 256, +11 % at 512 and 1024, +10 % at 4096
     (128, 128): (
         (200, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, one_loop=True)),
-        (4000, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, pinned=False)),
+        (4000, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, held=FREE)),
     ),
 }
 _FP8 = {

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from tilewise.backends.hopper.barriers import pin, tell_if
+from tilewise.backends.hopper.barriers import tell_if
 from tilewise.backends.hopper.products import (
     as_operand,
     as_words,
@@ -24,7 +24,16 @@ from tilewise.backends.hopper.products import (
     zero_out,
 )
 from tilewise.backends.hopper.rings import await_turn, let_go, pass_turn, place
-from tilewise.backends.hopper.softmax import block_scores, exponentials, finish_rows, new_max, partial_sums, rescaled
+from tilewise.backends.hopper.softmax import (
+    ALL,
+    FREE,
+    block_scores,
+    exponentials,
+    finish_rows,
+    new_max,
+    partial_sums,
+    rescaled,
+)
 
 
 @gluon.jit
@@ -51,7 +60,7 @@ def first_block(it, q, k_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.con
     x, rescale, row_max = block_scores(
         s, row_max, rows.row0, blocks.last - 1, blocks, rows.slope_log2, rows.work, scalars, True, MODE, TILE
     )
-    p, row_sum = exponentials(x, rescale, row_sum)
+    p, row_sum = exponentials(x, rescale, row_sum, FREE)
     return as_words(p, DTYPE), row_max, row_sum
 
 
@@ -72,10 +81,8 @@ def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIA
     x, rescale, row_max = block_scores(
         s, row_max, rows.row0, blocks.last - 2 - t, blocks, rows.slope_log2, rows.work, scalars, PARTIAL, MODE, TILE
     )
-    p_new, row_sum = exponentials(x, rescale, row_sum)
+    p_new, row_sum = exponentials(x, rescale, row_sum, FREE if TILE.halved else ALL if PARTIAL else TILE.held)
     if not TILE.halved:
-        if TILE.pinned or PARTIAL:
-            row_sum = pin(row_sum)
         o = await_product(o, 0, TILE)
         let_go(it, TILE.values_barrier, TILE)
     return as_words(p_new, DTYPE), [rescaled(part, rescale, TILE) for part in o], row_max, row_sum
