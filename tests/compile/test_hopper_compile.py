@@ -44,7 +44,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "window_1000": FEATURES["causal"] | {"window_left": 1000, "rows": 1100, "keys": 2100},
     "window_sink": FEATURES["causal"] | {"window_left": 100, "sink": True},
 }
-QUICK = ("causal", "everything", "many_causal")
+# and for sizes at which 128 channels take three warpgroups
+LONG: dict[str, dict[str, Any]] = {
+    "long_full": {"rows": 6200, "keys": 6200},
+    "long_causal": FEATURES["causal"] | {"rows": 6200, "keys": 6200},
+    "long_sink": FEATURES["causal"] | {"sink": True, "rows": 6200, "keys": 6200},
+}
+QUICK = ("causal", "long_full", "everything", "many_causal")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {"window": 8, "window_1000": 8, "window_sink": 8, "alibi_sink": 16, "softcap": 110, "everything": 600}
 COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile; full 192/128 more
@@ -56,6 +62,7 @@ def cases() -> list[Any]:
     rows = [(*dims, BF16, name) for dims in DIMS for name in FEATURES]
     rows += [(128, 128, FP16, "causal"), *((dim, dim, BF16, name) for dim in (64, 80, 96) for name in MANY_KEYS)]
     rows += [(dim, dim, BF16, name) for dim in (64, 128) for name in WINDOWS]
+    rows += [(128, 128, BF16, name) for name in LONG]
     return [
         pytest.param(*row, id=f"{row[0]}-{row[1]}-{str(row[2]).removeprefix('torch.')}-{row[3]}",
                      marks=[] if row[3] in QUICK and row[2] == BF16 else [pytest.mark.slow])
@@ -66,7 +73,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("headdim", "headdim_v", "dtype", "name"), cases())
 def test_machine_code(headdim: int, headdim_v: int, dtype: torch.dtype, name: str, tmp_path: Path) -> None:
     """Shared memory fits, no product waits for the one before it, and no hot loop of a plain problem spills."""
-    for wanted in launches(headdim, headdim_v, dtype, **(FEATURES | MANY_KEYS | WINDOWS)[name]):
+    for wanted in launches(headdim, headdim_v, dtype, **(FEATURES | MANY_KEYS | WINDOWS | LONG)[name]):
         found = machine(wanted, tmp_path)
         where = f"{wanted.kernel.__name__}: {found}"
         assert found.shared <= SHARED_MEMORY, where

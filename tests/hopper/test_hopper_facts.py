@@ -225,6 +225,13 @@ def test_headdim_64_takes_three_warpgroups_for_many_keys(changes: dict[str, Any]
         (128, {"window_left": 4095, "window_right": 0, "seqlen_q": 16384, "seqlen_k": 16384}, (192, 64, 128)),
         (128, {"window_left": 8191, "window_right": 0, "seqlen_q": 16384, "seqlen_k": 16384}, (128, 128, 128)),
         (128, {"window_left": 127, "alibi": True}, (128, 128, 128)),
+        (128, {}, (128, 128, 128)),  # a round of 192 rows is longer than one of 128
+        (128, {"batch": 16}, (192, 64, 128)),
+        (128, {"batch": 16, "causal": "bottom_right"}, (128, 128, 128)),
+        (128, {"batch": 16, "causal": "bottom_right", "seqlen_q": 8192, "seqlen_k": 8192}, (192, 64, 128)),
+        (128, {"batch": 16, "seqlen_q": 1024, "seqlen_k": 1024}, (128, 128, 128)),
+        (128, {"batch": 16, "alibi": True}, (128, 128, 128)),
+        (128, {"nheads": 32, "seqlen_q": 2048, "seqlen_k": 32768, "causal": "bottom_right"}, (128, 128, 128)),
         (64, {"window_left": 127, "window_right": 0}, (192, 64, 64)),
     ],
 )

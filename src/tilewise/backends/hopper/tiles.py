@@ -6,7 +6,8 @@ import math
 from operator import ge
 from typing import NamedTuple
 
-from tilewise.backends.hopper.arguments import FREE, OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
+from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, Fp8Tile, Mode, Scalars
+from tilewise.backends.hopper.forward_tiles import CAUSAL, FORWARD, FULL, LONG, MANY, WINDOWS
 from tilewise.descale import BLOCK, FP8
 from tilewise.masks import band, kept_pairs
 from tilewise.problem import Problem
@@ -16,55 +17,8 @@ L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside every
 MAX_HEADDIM = 256
 TILE_BLOCKS = 2.5  # a tile's first loads and last stores, in key blocks: 5500 of 2300 clocks
 MERGE_BLOCKS = 4  # a second launch
+PROCESSORS = 132  # multiprocessors of an H200, for choosing among tiles
 
-# (block_d, block_dv) -> tile; percentages are of one process on an H200
-_FORWARD = {
-    # for few keys, where three warpgroups with their 192 rows lose 7 %: see _MANY; a lazy maximum lost 3 to 7 %, a
-    # cubic on the FMA units for every 8th or 16th exponential -1 to +4 %
-    (64, 64): ForwardTile(128, 64, 64, 4, 2, 240, q_in_registers=True, out_parts=1, lazy=False, held=FREE),
-    # 6 of the 8 steps of q k^T that padding to 128 takes; a lazy maximum -1 %
-    (96, 128): ForwardTile(128, 96, 128, 2, 2, 240, q_in_registers=False, out_parts=1, lazy=False),
-    # for few keys: see _MANY; with q in registers the two products get into each other's way, -6 % full at 1024
-    (80, 80): ForwardTile(128, 80, 80, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, held=FREE, turns=True),
-    (96, 96): ForwardTile(128, 96, 96, 2, 2, 240, False, out_parts=2, lazy=True, votes=True, held=FREE, turns=True),
-    # q in registers frees its shared memory for the next tile, +1..2 %; a third stage was no faster; a lazy maximum
-    # +2.5 to +3.7 % from 4096 on, -2 to +1 % at 1024
-    (128, 128): ForwardTile(128, 128, 128, 2, 2, 240, q_in_registers=True, out_parts=1, lazy=True, held=FREE),
-    # three boxes of 64 channels, not a tile of 256 and half the keys; a lazy maximum +1 %; room for half of out
-    (192, 128): ForwardTile(128, 192, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
-    (192, 256): ForwardTile(64, 192, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
-    (192, 192): ForwardTile(64, 192, 192, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True),
-    # without the padding to 192 +10 %
-    (160, 160): ForwardTile(64, 160, 160, 2, 2, 240, q_in_registers=True, out_parts=2, lazy=True, held=FREE),
-    # the accumulator takes 128 registers, so a score tile may take 32; out has room of its own for a half, so that the
-    # next q comes early; a lazy maximum +7 % full and +2 % causal at 16384, +1 and -2 % at 1024
-    (256, 256): ForwardTile(64, 256, 256, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, held=FREE),
-    (256, 128): ForwardTile(64, 256, 128, 2, 2, 240, q_in_registers=False, out_parts=2, lazy=True, held=FREE),
-}
-# q in registers, of which a window leaves none: +5 % causal and +7 % full at 16384 with 192/128; at 192 +5 % causal at
-# 16384 and +25 % at 4096, but in full ones the assembler lets the free wait stand before the softmax (-11 %)
-_FULL = {(192, 128): _FORWARD[192, 128]._replace(q_in_registers=True, votes=True, held=FREE)}
-_CAUSAL = _FULL | {(192, 192): _FORWARD[192, 192]._replace(q_in_registers=True, held=FREE)}
-# the softmax takes as long as the products: a third warpgroup fills the gaps, and its warps vote before they compare
-# maxima. (block_d, block_dv) -> kept keys of a query, between what was measured, from which on it does; and the tile
-_MANY = {
-    # against two warpgroups +6 % full and +12 % causal at 4096, +5 % full at 1024, -7 % causal there
-    (64, 64): (700, ForwardTile(128, 64, 64, 4, 3, 160, False, 1, True, votes=True, held=FREE, one_loop=True)),
-    # against two +11 % causal and +9 % full at 16384, -1 % causal at 2048, -2 % full at 1024. Half of the scores are
-    # beside p v, for want of registers; all of them after it, -3 % causal and -2 % full
-    (80, 80): (1500, _FORWARD[80, 80]._replace(consumers=3, registers=160, halved=True)),
-    (96, 96): (1500, _FORWARD[96, 96]._replace(consumers=3, registers=160, halved=True)),
-}
-# windows waste less of blocks of 64 keys. (block_d, block_dv) -> kept keys of a query, up to which; and the tile
-_WINDOWS = {
-    # +33 % at 128, +13 % at 1024
-    (64, 64): ((3000, ForwardTile(64, 64, 64, 4, 3, 160, True, 1, lazy=True, votes=True, one_loop=True)),),
-    # +13 to +17 % at 128, with three loops +8 %; +9 % at 256, +11 % at 512 and 1024, +10 % at 4096
-    (128, 128): (
-        (200, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, one_loop=True)),
-        (4000, ForwardTile(64, 128, 128, 4, 3, 160, False, 2, lazy=True, votes=True, held=FREE)),
-    ),
-}
 _FP8 = {
     (64, 64): Fp8Tile(128, 64, 64, 2, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
@@ -74,7 +28,7 @@ _FP8 = {
 }
 # +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)
-FP8_LONG = 8192  # query rows; between what was measured
+FP8LONG = 8192  # query rows; between what was measured
 # slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
 _FP8_SLOPES = {
     (64, 64): Fp8Tile(128, 64, 64, 2, 2, 240, 32),
@@ -136,6 +90,12 @@ def fills(problem: Problem, block_m: int, waste: float) -> bool:
     return -(-rows // block_m) * block_m <= waste * -(-rows // 128) * 128
 
 
+def rounds(problem: Problem, block_m: int) -> int:
+    """Query rows that a multiprocessor has in turn, of the dense form, if all tiles are as long."""
+    tiles = -(-problem.seqlen_q // block_m) * problem.batch * problem.nheads
+    return -(-tiles // PROCESSORS) * block_m
+
+
 def forward_tile(problem: Problem) -> ForwardTile:
     """The forward's tile: of those that hold the head dimensions the one with the smallest products.
 
@@ -143,17 +103,21 @@ def forward_tile(problem: Problem) -> ForwardTile:
     packed, -1 % elsewhere.
     """
     dims, mode = (problem.headdim, problem.headdim_v), mode_of(problem)
-    sides = min((sides for sides in _FORWARD if all(map(ge, sides, dims))), key=sum)
+    sides = min((sides for sides in FORWARD if all(map(ge, sides, dims))), key=sum)
     if fills(problem, 192, 1.125) and not problem.softcap:
-        keys = keys_of_query(problem)
-        if mode.lower and mode.raw_scale and not problem.varlen:
-            for most, tile in _WINDOWS.get(sides, ()):
+        keys, plain = keys_of_query(problem), mode.raw_scale and not problem.varlen
+        if mode.lower and plain:
+            for most, tile in WINDOWS.get(sides, ()):
                 if keys <= most:
                     return tile
-        if sides in _MANY and keys >= _MANY[sides][0]:
-            return _MANY[sides][1]
+        if sides in MANY and keys >= MANY[sides][0]:
+            return MANY[sides][1]
+        if sides in LONG and plain and rounds(problem, 192) <= 1.06 * rounds(problem, 128):
+            full, causal, tile = LONG[sides]
+            if keys >= (causal if mode.upper else full):
+                return tile
     differ = problem.varlen or mode.upper
-    tile = _FORWARD[sides] if mode.lower else (_CAUSAL if differ else _FULL).get(sides, _FORWARD[sides])
+    tile = FORWARD[sides] if mode.lower else (CAUSAL if differ else FULL).get(sides, FORWARD[sides])
     return tile._replace(turns=True) if differ else tile
 
 
@@ -164,7 +128,7 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
     sides = (block_d, block_dv) if (block_d, block_dv) in _FP8 else (side, side)
     tile = _FP8[sides]
     plain = not (problem.softcap or problem.alibi or problem.window_left is not None or scaled_by_block(problem))
-    if side == 64 and problem.seqlen_q >= FP8_LONG and plain:
+    if side == 64 and problem.seqlen_q >= FP8LONG and plain:
         tile = _FP8_LONG_64
     elif problem.alibi:
         tile = _FP8_SLOPES.get(sides, tile)
