@@ -1,11 +1,21 @@
-"""What a launch keeps from call to call, without a device."""
+"""What a launch keeps from call to call, and how those of a plan get their kernels, without a device."""
 
 from __future__ import annotations
 
-import torch
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
 
-from tilewise.backends.triton.arguments import Box
-from tilewise.backends.triton.launch import KNOWN_LIMIT, Descriptor
+import pytest
+import torch
+from triton.runtime import driver
+
+from tests.compile import kernels
+from tilewise.backends.triton import launch
+from tilewise.backends.triton.arguments import Box, Config
+from tilewise.backends.triton.launch import KNOWN_LIMIT, Descriptor, Launch, side_by_side
+from tilewise.backends.triton.tails import clear_tail_kernel
 
 
 def test_a_descriptor_is_encoded_once_for_an_address():
@@ -27,3 +37,84 @@ def test_the_descriptors_that_are_kept_are_bounded():
     for address in range(16, 16 * (2 * KNOWN_LIMIT), 16):
         assert descriptor.at(address) == [address]
         assert len(descriptor.known) <= KNOWN_LIMIT
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> torch.device:
+    """A device that kernels are compiled for and that takes what it is given; the disk cache is empty."""
+    utils = SimpleNamespace(
+        get_device_properties=lambda index: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda *arguments: (object(), 0, 0, 0, 1024),
+        unload_module=lambda module: None,
+    )
+    fake = SimpleNamespace(
+        get_current_target=lambda: kernels.TARGETS["sm_90"][0],
+        get_current_device=lambda: 0,
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        utils=utils,
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "_active", fake)
+    return torch.device("cuda", 0)
+
+
+def clear(device: torch.device, cols: int, rows: int = 16) -> Launch:
+    tail = (2, 100, 64, 1, 64, 0.0, rows, cols)
+    return Launch(clear_tail_kernel, 64, (torch.bfloat16, torch.int32), tail, Config(4), device)
+
+
+def clear_two(device: torch.device) -> list[Launch]:
+    with side_by_side():
+        return [clear(device, 64), clear(device, 128), clear(device, 64)]  # two different kernels
+
+
+def test_the_launches_of_a_plan_compile_at_the_same_time(device, monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+    compile_kernel = launch.compile_kernel
+
+    def meet(*arguments: Any) -> Any:
+        both.wait()
+        return compile_kernel(*arguments)
+
+    monkeypatch.setattr(launch, "compile_kernel", meet)
+    before = threading.active_count()
+    launches = clear_two(device)
+    assert threading.active_count() == before
+    assert len(launch._COMPILED) == 2
+    assert launches[0].fixed == launches[2].fixed
+    assert all(callable(made.run) for made in launches)
+
+
+def test_what_a_compilation_raises_reaches_the_caller(device, monkeypatch):
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(launch, "compile_kernel", fail)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="does not compile"):
+        clear_two(device)
+    assert threading.active_count() == before
+    assert not launch._COMPILED
+    with pytest.raises(RuntimeError, match="does not compile"):  # nothing waits any more
+        clear(device, 64)
+
+
+def test_a_kernel_that_does_not_fit_says_so(device, monkeypatch):
+    utils = driver.active.utils
+    monkeypatch.setattr(utils, "load_binary", lambda *arguments: (object(), 0, 0, 0, 64))
+    with pytest.raises(Exception, match="out of resource: threads"):
+        clear_two(device)
+
+
+def test_kernels_are_the_same_however_they_were_compiled(device, monkeypatch, tmp_path):
+    q, k, v = (torch.empty(2, 256, 2, 256, dtype=torch.bfloat16) for _ in range(3))
+    wanted = kernels.launches("sm_90", q, k, v, backward=True, names=("q", "k", "v"), causal="bottom_right")
+    assert len(wanted) == 3
+    with side_by_side():
+        for one in wanted:
+            Launch(one.kernel, 1, one.arguments, (), one.config, device)
+    together = [compiled.asm["cubin"] for compiled in launch._COMPILED.values()]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert together == [kernels.build(one, "sm_90").asm["cubin"] for one in wanted]

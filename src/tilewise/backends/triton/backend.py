@@ -121,7 +121,9 @@ class Triton:
         if plan is None:
             if len(self._plans) >= PLAN_LIMIT:
                 self._plans.clear()
-            with _on_device(inputs.q.device):  # kernels are compiled for the current device and loaded there
+            from tilewise.backends.triton.launch import side_by_side
+
+            with _on_device(inputs.q.device), side_by_side():  # compiled for the current device and loaded there
                 plan = self._plans[key] = make(problem, inputs, tensors, *more)
         return plan
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +26,7 @@ from tilewise.backends.triton.arguments import Box, Config, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
 
 KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
+SIDE_BY_SIDE = 8  # kernels that compile at the same time
 KNOWN_TRITON = ("3.6.",)
 SHARED = ("tilewise.backends.triton.bands", "tilewise.backends.triton.primitives")  # kernels reach them by an alias
 POINTER_TYPES = {
@@ -104,19 +108,61 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], config: Config, targ
 
 
 _COMPILED: dict[object, CompiledKernel] = {}
+_WAITING: ContextVar[list[tuple[Launch, Wanted]] | None] = ContextVar("launches without a kernel yet", default=None)
 
 
-def _compiled(kernel: Any, arguments: tuple[Any, ...], config: Config, device: torch.device) -> CompiledKernel:
-    constants = tuple(
-        value for value, parameter in zip(arguments, kernel.params, strict=True) if parameter.is_constexpr
-    )
-    types = tuple(None if p.is_constexpr else _type_of(v) for v, p in zip(arguments, kernel.params, strict=True))
-    key = (kernel.__name__, types, constants, config, device.index)
+class Wanted(NamedTuple):
+    """A kernel to compile, with arguments or what stands for them."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    config: Config
+    device: torch.device
+
+    def key(self) -> object:
+        """All that its machine code depends on, and the device that it is loaded on."""
+        pairs = list(zip(self.arguments, self.kernel.params, strict=True))
+        constants = tuple(value for value, parameter in pairs if parameter.is_constexpr)
+        types = tuple(None if parameter.is_constexpr else _type_of(value) for value, parameter in pairs)
+        return self.kernel.__name__, types, constants, self.config, self.device.index
+
+
+def _compiled(wanted: Wanted) -> CompiledKernel:
+    key = wanted.key()
     compiled = _COMPILED.get(key)
     if compiled is None:
         target = triton.runtime.driver.active.get_current_target()
-        compiled = _COMPILED[key] = compile_kernel(kernel, arguments, config, target)
+        compiled = _COMPILED[key] = compile_kernel(wanted.kernel, wanted.arguments, wanted.config, target)
     return compiled
+
+
+def _load(wanted: Wanted) -> None:
+    """Compile on a thread, which starts on the first device, and have Triton build the launcher and load the code."""
+    with torch.cuda.device(wanted.device):
+        _ = _compiled(wanted).run
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """Launches made inside get their kernels at the end, compiled at the same time.
+
+    Most of a compilation is Triton's passes, LLVM, the assembler and a C compiler, which all run outside of Python's
+    lock. No thread outlives it, and what a compilation raises is raised here.
+    """
+    waiting: list[tuple[Launch, Wanted]] = []
+    token = _WAITING.set(waiting)
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
+    missing = {wanted.key(): wanted for _, wanted in waiting if wanted.key() not in _COMPILED}
+    if len(missing) > 1:
+        for wanted in missing.values():  # in one order, which threads would not keep
+            fix_keys(wanted.kernel.fn.__module__)
+        with ThreadPoolExecutor(min(len(missing), SIDE_BY_SIDE)) as pool:
+            list(pool.map(_load, missing.values()))
+    for launch, wanted in waiting:
+        launch.bind(_compiled(wanted), wanted.arguments)
 
 
 class Descriptor:
@@ -191,8 +237,16 @@ class Launch:
         self.descriptors: tuple[tuple[int, Descriptor], ...] = ()
         if INTERPRETED or not grid:
             return
-        compiled = _compiled(kernel, (*pointers, *tail), config, device)
-        boxes = [(index, pointer) for index, pointer in enumerate(pointers) if isinstance(pointer, Box)]
+        wanted = Wanted(kernel, (*pointers, *tail), config, device)
+        waiting = _WAITING.get()
+        if waiting is None:
+            self.bind(_compiled(wanted), wanted.arguments)
+        else:
+            waiting.append((self, wanted))
+
+    def bind(self, compiled: CompiledKernel, arguments: tuple[Any, ...]) -> None:
+        """Keep what a call of the kernel needs beside addresses."""
+        boxes = [(index, argument) for index, argument in enumerate(arguments) if isinstance(argument, Box)]
         direct = _direct(compiled)
         if direct is None or len(direct[1]) != len(boxes):
             self.run, metas = compiled.run, [None] * len(boxes)
