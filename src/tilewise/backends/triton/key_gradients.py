@@ -35,9 +35,12 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     q = P.load_rows(q_ptr, q_desc, strides.q, batch, q_start, seqlen_q, head, m_begin, part % TILE.num_d * TILE.block_d,
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
     log_sum = 0.0
-    if TILE.boxes and not EDGE:  # Triton would repeat a plain load of so short a vector sixteen times a thread
+    BOXED: tl.constexpr = TILE.boxes and not EDGE
+    LATE: tl.constexpr = BOXED and TILE.held and not MODE.band  # delta with the others costs registers that spill
+    if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
-        delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        if not LATE:
+            delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         if MODE.two_parts:
             log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
@@ -89,6 +92,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                          row_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
+        if LATE:
+            delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         ds = p * (dp - delta)
         if EDGE:
             ds = tl.where(keep, ds, 0.0)
