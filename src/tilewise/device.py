@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,20 @@ class DeviceFacts:
     threads: int = 1
     torch: str = torch.__version__
     triton: str | None = None
+
+
+_THREAD = threading.local()
+
+
+def bind_thread() -> None:
+    """Give this thread its device's CUDA context, for driver calls that need one and do not ask for it.
+
+    A thread gets it with its first call of the CUDA runtime, which it need not have made: its tensors may come from
+    another thread and its memory from torch's cache, as autograd's own may.
+    """
+    if not getattr(_THREAD, "bound", False) and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _THREAD.bound = True
 
 
 @functools.cache

@@ -39,6 +39,34 @@ def test_the_descriptors_that_are_kept_are_bounded():
         assert len(descriptor.known) <= KNOWN_LIMIT
 
 
+def test_a_thread_gets_its_context_before_it_encodes_and_once(monkeypatch):
+    """A driver call in a thread that had made no runtime call failed: the first backward of a process."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: done.append("context"))
+    descriptor = Descriptor(Box(torch.bfloat16, (1,), (1,), (1,)), lambda box: done.append("encoded") or [0])
+
+    def work() -> None:
+        for address in (16, 32):
+            descriptor.at(address)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        descriptor.known.clear()
+    assert done == ["context", "encoded", "encoded"] * 2
+
+
+def test_the_calling_thread_loads_a_kernel_itself(device, monkeypatch):
+    loading = []
+    load = launch._load
+    monkeypatch.setattr(launch, "_load", lambda wanted: (loading.append(threading.current_thread()), load(wanted)))
+    clear_two(device)
+    assert len(loading) == 2
+    assert threading.current_thread() in loading
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> torch.device:
     """A device that kernels are compiled for and that takes what it is given; the disk cache is empty."""

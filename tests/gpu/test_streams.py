@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +84,24 @@ def test_two_streams_at_once(backend: str) -> None:
     for index in range(2):
         for one in found[index]:
             same(one, expected[index])
+
+
+def test_a_thread_that_has_not_touched_the_device(backend: str) -> None:
+    """Its tensors come from another thread, its memory from torch's cache: its first driver call is ours."""
+    tensors = inputs()
+    expected = step(tensors, backend)
+    copies = [tuple(t.detach().clone().requires_grad_() for t in tensors) for _ in range(8)]  # at addresses unheard of
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda one: step(one, backend), copies):
+            same(found, expected)
+
+
+def test_the_first_backward_of_a_process(backend: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("sanitized.py")), backend]
+    here = {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | here)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.multi_gpu

@@ -8,6 +8,8 @@ import torch
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from tilewise.device import bind_thread
+
 KNOWN_ADDRESSES = 256  # for which a launch keeps a map's arguments
 TYPES = {
     torch.bfloat16: "bf16",
@@ -71,6 +73,7 @@ class Encoded(dict[int, list[Any]]):
         """Those of an address that is not known yet."""
         if len(self) >= KNOWN_ADDRESSES:
             self.clear()
+        bind_thread()
         there = self.map.at(address)
         arguments = self[address] = [there] if self.meta is None else make_tensordesc_arg(there, self.meta)
         return arguments

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from tilewise.backends.triton.arguments import Box, Config, PairStride, Stride
 from tilewise.backends.triton.facts import INTERPRETED
+from tilewise.device import bind_thread
 
 KNOWN_LIMIT = 256  # addresses for which a launch keeps a descriptor
 SIDE_BY_SIDE = 8  # kernels that compile at the same time
@@ -159,8 +160,11 @@ def side_by_side() -> Iterator[None]:
     if len(missing) > 1:
         for wanted in missing.values():  # in one order, which threads would not keep
             fix_keys(wanted.kernel.fn.__module__)
-        with ThreadPoolExecutor(min(len(missing), SIDE_BY_SIDE)) as pool:
-            list(pool.map(_load, missing.values()))
+        own, *others = missing.values()
+        with ThreadPoolExecutor(min(len(others), SIDE_BY_SIDE)) as pool:
+            loaded = pool.map(_load, others)
+            _load(own)
+            list(loaded)
     for launch, wanted in waiting:
         launch.bind(_compiled(wanted), wanted.arguments)
 
@@ -184,6 +188,7 @@ class Descriptor:
         if arguments is None:
             if len(self.known) >= KNOWN_LIMIT:
                 self.known.clear()
+            bind_thread()
             arguments = self.known[address] = self.encode(self.box._replace(base=Address(address)))
         return arguments
 
