@@ -38,7 +38,7 @@ def bind_thread() -> None:
     A thread gets it with its first call of the CUDA runtime, which it need not have made: its tensors may come from
     another thread and its memory from torch's cache, as autograd's own may.
     """
-    if not getattr(_THREAD, "bound", False) and torch.cuda.is_initialized():
+    if not getattr(_THREAD, "bound", False) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.mem_get_info()
         _THREAD.bound = True
 
