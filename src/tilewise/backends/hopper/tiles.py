@@ -28,7 +28,7 @@ _FP8 = {
 }
 # +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)
-FP8LONG = 8192  # query rows; between what was measured
+FP8_LONG = 8192  # query rows; between what was measured
 # slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
 _FP8_SLOPES = {
     (64, 64): Fp8Tile(128, 64, 64, 2, 2, 240, 32),
@@ -128,7 +128,7 @@ def fp8_tile(problem: Problem) -> Fp8Tile:
     sides = (block_d, block_dv) if (block_d, block_dv) in _FP8 else (side, side)
     tile = _FP8[sides]
     plain = not (problem.softcap or problem.alibi or problem.window_left is not None or scaled_by_block(problem))
-    if side == 64 and problem.seqlen_q >= FP8LONG and plain:
+    if side == 64 and problem.seqlen_q >= FP8_LONG and plain:
         tile = _FP8_LONG_64
     elif problem.alibi:
         tile = _FP8_SLOPES.get(sides, tile)
