@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,25 @@ def test_the_launches_of_a_plan_compile_at_the_same_time(device, monkeypatch):
     assert all(callable(made.run) for made in launches)
 
 
+def test_one_kernel_at_a_time_is_parsed(device, monkeypatch):
+    """ast.parse on two threads at once raised SystemError now and then."""
+    inside, most = [], []
+    make_ir = launch.ASTSource.make_ir
+
+    def watched(*arguments: Any) -> Any:
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.05)
+        try:
+            return make_ir(*arguments)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(launch.ASTSource, "make_ir", watched)
+    clear_two(device)
+    assert most == [1, 1]
+
+
 def test_what_a_compilation_raises_reaches_the_caller(device, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("does not compile")
@@ -143,6 +163,7 @@ def test_kernels_are_the_same_however_they_were_compiled(device, monkeypatch, tm
     with side_by_side():
         for one in wanted:
             Launch(one.kernel, 1, one.arguments, (), one.config, device)
-    together = [compiled.asm["cubin"] for compiled in launch._COMPILED.values()]
+    keys = [launch.Wanted(one.kernel, one.arguments, one.config, device).key() for one in wanted]
+    together = [launch._COMPILED[key].asm["cubin"] for key in keys]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     assert together == [kernels.build(one, "sm_90").asm["cubin"] for one in wanted]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,6 +68,22 @@ def _paths(types: Any, wanted: str, path: tuple[int, ...] = ()) -> list[tuple[in
     return [path] if types.startswith(wanted) else []
 
 
+_FRONT_END = threading.Lock()
+
+
+class Source(ASTSource):  # type: ignore[misc]
+    """A kernel before it is compiled: one at a time becomes Triton's IR, the rest goes side by side.
+
+    That part holds Python's lock most of the time anyway, and parsing on two threads at once can raise SystemError
+    ("AST constructor recursion depth mismatch", CPython's issue 106905).
+    """
+
+    def make_ir(self, *arguments: Any) -> Any:
+        """Triton's IR."""
+        with _FRONT_END:
+            return super().make_ir(*arguments)
+
+
 def source(kernel: Any, arguments: tuple[Any, ...], aligned: bool) -> ASTSource:
     """What Triton compiles: types of all arguments, values of the compile-time ones, alignment of the pointers."""
     constants = {index for index, parameter in enumerate(kernel.params) if parameter.is_constexpr}
@@ -78,7 +95,7 @@ def source(kernel: Any, arguments: tuple[Any, ...], aligned: bool) -> ASTSource:
             value = value[index]
         constexprs[path] = value
     attributes = {path: [["tt.divisibility", 16]] for path in _paths(types, "*")} if aligned else {}
-    return ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs, attributes)
+    return Source(kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs, attributes)
 
 
 @functools.cache
