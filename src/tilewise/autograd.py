@@ -17,7 +17,7 @@ go around the dispatcher, and F keeps the plan it ran by for its backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _SLOT = dict(zip(GRAD_NAMES, _SLOTS, strict=True))
 _COUNT = len(GRAD_NAMES)
 _NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
@@ -46,7 +47,8 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     ):
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _ORDINARY or tensor.is_meta):
+        # wrapped: by a level of torch.func that is left behind, as what ``vjp`` saves is when its function is called
+        if tensor is not None and (type(tensor) not in _ORDINARY or tensor.is_meta or _is_wrapped(tensor)):
             return False
     return True
 

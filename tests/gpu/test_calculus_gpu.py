@@ -24,6 +24,15 @@ def tensors(*shape: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
 
 
 @ROOMS
+def test_vjp_is_autograds(backend: str) -> None:
+    """Its function is called when the level that wrapped what was saved is gone."""
+    given = tensors(2, 200, 4, 64)
+    out, vjp = torch.func.vjp(lambda *t: tilewise.attention(*t, backend=backend), *(t.detach() for t in given))
+    want = torch.autograd.grad(tilewise.attention(*given, backend=backend), given, torch.ones_like(out))
+    torch.testing.assert_close(vjp(torch.ones_like(out)), want, atol=2e-2, rtol=2e-2)
+
+
+@ROOMS
 def test_inductor_compiles_one_dynamic_graph(backend: str) -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return tilewise.attention(q * 2, k.relu(), v, causal=True, backend=backend).sin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tilewise
 from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
@@ -97,6 +98,32 @@ def test_gradients_of_a_row_of_one_large_bias(bias, dtype):
     sample = make(Spec(**shape, dtype=dtype, features=("bias",), requires_grad="all"), 0)
     sample.options["bias"].detach()[..., 0, :] = bias
     assert_exact(sample, "triton")
+
+
+def _three():
+    return [torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3)]
+
+
+def test_a_saved_lse_that_comes_back_in_another_layout():
+    """It was read as if it were contiguous."""
+    tensors = _three()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved.transpose(1, 2).contiguous(), lambda kept: kept.transpose(1, 2)
+    ):
+        out = tilewise.attention(*tensors, backend="triton")
+    found = torch.autograd.grad(out.sum(), tensors)
+    expected = torch.autograd.grad(tilewise.attention(*tensors, backend="triton").sum(), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_vjp_whose_level_is_left_behind():
+    """What it saves is wrapped by a level that is gone when the function is called, and has no storage."""
+    tensors = _three()
+    out, vjp = torch.func.vjp(lambda *t: tilewise.attention(*t, backend="triton"), *(t.detach() for t in tensors))
+    expected = torch.autograd.grad(tilewise.attention(*tensors, backend="triton"), tensors, torch.ones_like(out))
+    for one, other in zip(vjp(torch.ones_like(out)), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("seqlens", [(40, 17), (3, 90), (1, 1), (90, 40)])

@@ -94,6 +94,7 @@ class Triton:
         """
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
+        lse = lse.contiguous()  # saved tensors may come back in another layout
         if dlse is not None:
             dlse = dlse.contiguous()
         plan = self._plan(_backward_plan, problem, inputs, (*inputs[:3], out, dout), dlse is not None)
