@@ -169,7 +169,7 @@ class PlainForward(torch.autograd.Function):
         out = out.contiguous()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = plan, rest, (q.stride(), k.stride(), v.stride())
+        ctx.call = plan, rest, _strides((q, k, v))
         return out
 
     @staticmethod
@@ -179,7 +179,7 @@ class PlainForward(torch.autograd.Function):
         if grads[0] is None:
             return None, None, None, None, None
         plan, rest, strides = ctx.call
-        plan = plan if strides == (q.stride(), k.stride(), v.stride()) else None
+        plan = plan if strides == _strides((q, k, v)) else None
         flat = (q, k, v, *ABSENT, *asking(rest, names))
         named = dict(zip(names, _gradients(plan, flat, (grads[0], None, out, lse)), strict=True))
         return named.get("q"), named.get("k"), named.get("v"), None, None

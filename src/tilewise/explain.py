@@ -68,20 +68,18 @@ class Explanation:
     def _choice_lines(self) -> list[str]:
         where = f"{self.facts.type} {self.facts.arch}".strip()
         lines = [f"{self.problem.describe()} | {where}"]
+        estimates = {row.name: f"estimated {1e3 * row.cost:.3g} ms" for row in self.trace if row.cost is not None}
         if self.backend is None:
             lines.append(
                 "runs on    nothing: "
                 + ("no backend can" if self.request == "auto" else self.request + " was asked for and refuses")
             )
         else:
-            lines.append(f"runs on    {self.backend}" + ("" if self.request == "auto" else ", which was asked for"))
+            asked = "" if self.request == "auto" else ", which was asked for"
+            lines.append(f"runs on    {self.backend}{asked}: {estimates[self.backend]}")
         for row in self.trace:
-            if row.cost is not None:
-                estimate = f"estimated {1e3 * row.cost:.3g} ms"
-                if row.name == self.backend:
-                    lines[1] += f": {estimate}"
-                else:
-                    lines.append(f"could run  {row.name}: {estimate}")
+            if row.name in estimates and row.name != self.backend:
+                lines.append(f"could run  {row.name}: {estimates[row.name]}")
             lines += [f"refused    {row.name}: {reason}" for reason in row.reasons]
         return lines
 
