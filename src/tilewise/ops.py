@@ -198,15 +198,14 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "second": lambda *flat: _empty_grads(_arguments(flat[len(GRAD_NAMES) + 4 :])),
 }
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "forward": lambda *flat: forward(_arguments(flat)),
+    "forward": _forward_operator,
     "backward": backward,
     "jvp": jvp,
     "second": second,
     "forward_fp8": _scaled_operator,
 }
 
-_OPERATORS = {**IMPLEMENTATIONS, "forward": _forward_operator}
-for _name, _function in _OPERATORS.items():
+for _name, _function in IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
     torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
-from tests.rooms import here
+from tests.rooms import here, usual_dtype
 from tilewise import arguments
 from tilewise.testing import Spec, make, offsets
 
@@ -284,6 +285,43 @@ def test_opcheck_passes(name: str, features: tuple[str, ...], backend: str) -> N
     if name == "second":  # third derivatives are refused, so its own backward is not traced
         flat = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in flat)
     torch.library.opcheck(getattr(torch.ops.tilewise, name).default, (*leading, *flat), test_utils=checks)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.rooms("reference", "cpu", "sdpa", "triton", "hopper")
+def test_an_operators_results_lie_where_its_fake_puts_them(heads_first: bool, backend: str) -> None:
+    """torch's kernel has the heads of lse innermost, and a graph reads every result by the strides of the fake."""
+    dtype = usual_dtype(backend)
+    leaves = [torch.randn(2, 6, 3, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else t for t in leaves)
+    flat = tuple(arguments.dense_arguments(q, k, v, causal=True, backend=backend))
+    state = torch.ops.tilewise.forward.default(*flat)
+    given = {"forward": flat, "backward": (torch.randn_like(state[0]), None, *(t.detach() for t in state), *flat)}
+    for name, values in given.items():
+        operator = getattr(torch.ops.tilewise, name).default
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in values))
+        assert [t.stride() for t in operator(*values)] == [t.stride() for t in fakes], name
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.rooms("reference", "cpu", "sdpa", "triton", "hopper")
+def test_a_compiled_function_gives_the_same_at_every_call(with_grad: bool, backend: str) -> None:
+    """The first call may run as it is traced; the later ones run the graph."""
+    dtype = usual_dtype(backend)
+    q, k, v = (torch.randn(2, 6, 3, 16, dtype=dtype, requires_grad=with_grad) for _ in range(3))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tilewise.attention_with_lse(q, k, v, causal=True, backend=backend)
+
+    function, eager = compiled(call), call(q, k, v)
+    for _ in range(3):
+        traced = function(q, k, v)
+        torch.testing.assert_close(traced, eager)
+        assert traced[1].is_contiguous()
+        if with_grad:
+            grads = [torch.autograd.grad(o.sum() + lse.sum(), (q, k, v)) for o, lse in (traced, call(q, k, v))]
+            torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_use_backend_inside_a_compiled_function() -> None:
