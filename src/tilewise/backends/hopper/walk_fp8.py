@@ -43,11 +43,23 @@ def scores(q, k_ring, it, TILE: gl.constexpr):
 
 
 @gluon.jit
-def part(p, v_ring, slot, INDEX: gl.constexpr):
-    """p v for PART channels of v, from zero, started."""
+def no_part():
+    """Registers for a part of p v, none of them another's."""
+    return gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
+
+
+@gluon.jit
+def part(p, v_ring, slot, INDEX: gl.constexpr, registers):
+    """p v for PART channels of v, from zero, started in the registers of a part that is done with."""
     v = v_ring.slots.index(slot).slice(PART * INDEX, PART, 0).permute((1, 0))
-    zeros = gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
-    return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(p, v, registers, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add(o, rescale, pv, of_values):
+    """o * rescale + pv * of_values, at this place: later, all parts of p v would need registers at once."""
+    o = times_rows(o, rescale) + pv * of_values
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [o], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -59,15 +71,16 @@ def add_product(o, p, rescale, of_values, v_ring, it, INDEX: gl.constexpr, TILE:
     mbarrier.wait(v_ring.full.index(slot), phase & 1)
     await_turn(INDEX, TILE)
     sums = ()
-    pv = part(p, v_ring, slot, 0)
+    pv = part(p, v_ring, slot, 0, no_part())
+    before = no_part()
     for i in gl.static_range(PARTS - 1):
-        after = part(p, v_ring, slot, i + 1)
-        pv = warpgroup_mma_wait(1, deps=(pv,))
-        sums = sums + (times_rows(o[i], rescale) + pv * of_values,)  # type: ignore[assignment]
+        after = part(p, v_ring, slot, i + 1, before)
+        before = warpgroup_mma_wait(1, deps=(pv,))
+        sums = sums + (add(o[i], rescale, before, of_values),)  # type: ignore[assignment]
         pv = after
     pv = warpgroup_mma_wait(0, deps=(pv,))
     tell(TILE.values_barrier + slot, TILE.around_v)
-    return sums + (times_rows(o[PARTS - 1], rescale) + pv * of_values,)
+    return sums + (add(o[PARTS - 1], rescale, pv, of_values),)
 
 
 @gluon.jit
@@ -98,10 +111,9 @@ def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.conste
     blocks = rows.blocks
     row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
     row_sum = new_state(0.0, BLOCK_N, product_layout(BLOCK_N))
-    zeros = gl.zeros([64, PART], gl.float32, layout=product_layout(PART))
-    o = (zeros,)
+    o = (no_part(),)
     for _ in gl.static_range(TILE.parts - 1):
-        o = o + (zeros,)  # type: ignore[assignment]
+        o = o + (no_part(),)  # type: ignore[assignment]
     await_turn(INDEX, TILE)
     o, row_max, row_sum = step(0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars, True,
                                INDEX, MODE, TILE)
@@ -111,9 +123,8 @@ def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.conste
         for t in range(1, first):
             o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
                                        True, INDEX, MODE, TILE)
-    # with 256 channels the mask is there for its branch, over which the assembler does not spread the scores'
-    # registers: without it 21 registers of a step are spilled
-    PARTIAL: gl.constexpr = MODE.lower or TILE.parts == 4
+    # a causal tile with 256 channels has the mask here too, for its branch: 2 % faster
+    PARTIAL: gl.constexpr = MODE.lower or (TILE.parts == 4 and MODE.upper)
     for t in range(first, blocks.last - blocks.first):
         o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
                                    PARTIAL, INDEX, MODE, TILE)
