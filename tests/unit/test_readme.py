@@ -17,6 +17,11 @@ def test_the_feature_table_is_what_supports_says():
     assert readme.block(TEXT, "features") == features.table()
 
 
+def test_the_explanation_is_what_its_example_prints():
+    pytest.importorskip("triton")
+    assert readme.block(TEXT, "explain") == readme.explained(TEXT)
+
+
 def test_the_speed_is_what_was_recorded():
     if not readme.SPEED.exists():
         assert readme.block(TEXT, "speed") == ""
