@@ -78,7 +78,8 @@ def speed(rows: list[dict[str, Any]]) -> str:
             )
         if row["figure"] == "host":
             lines.append(
-                f"- Host cost of one warm call of a shape called before: {row['us']:.0f} us, {row['us_over_torch']:+.0f} us over torch's."
+                f"- Host cost of one warm call of a shape called before: {row['us']:.0f} us,"
+                f" {row['us_over_torch']:+.0f} us over torch's."
             )
     lines += [
         "",

@@ -149,7 +149,9 @@ def test_explain_as_text_tells_of_what_will_run_and_of_nothing_else(capsys):
     assert lines["made"].startswith("beside out: lse, 128 KiB")
     assert main(["explain", *shape, "bf16", "--grad", "q,k,v", "--backend", "triton"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^runs on    triton, which was asked for: estimated [0-9.e-]+ ms forward and backward$", text, re.MULTILINE)
+    assert re.search(
+        r"^runs on    triton, which was asked for: estimated [0-9.e-]+ ms forward and backward$", text, re.MULTILINE
+    )
     assert re.search(r"^could run  hopper: estimated ", text, re.MULTILINE)
     assert "TFLOP, backward" in text or "GFLOP, backward" in text
     assert "saved      for backward: lse, 128 KiB" in text
