@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
+from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, check_rising, gradients, ids, run
 from tilewise.testing import Spec, make
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -95,6 +95,15 @@ def test_lengths(seqlens, features):
 def test_gradients_of_huge_scores(spread, dtype):
     check(Spec(seqlen_q=300, seqlen_k=300, headdim=24, headdim_v=24, dtype=dtype, device="cuda", spread=spread,
                features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [0.01, 0.06, 0.5, -0.5])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("headdim", "features"), [(64, ("causal",)), (128, ("window_left", "sink")), (128, ()),
+                                                   (256, ("bias",))], ids=name)  # fmt: skip
+def test_a_maximum_that_follows_late(headdim, features, dtype, step):
+    check_rising(Spec(batch=1, seqlen_q=300, seqlen_k=1200, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
+                      dtype=dtype, device="cuda", features=features, requires_grad="all"), step)  # fmt: skip
 
 
 def test_huge_inputs_with_one_key():

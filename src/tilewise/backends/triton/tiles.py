@@ -31,6 +31,7 @@ class Row(NamedTuple):
     joint: bool = False  # see Tile
     overlap: bool = False
     held: bool = False
+    lazy: bool = False
     keys: int = 0  # only for problems whose queries see at least so many keys on average
 
 
@@ -204,6 +205,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         joint=row.joint,
         overlap=row.overlap,
         held=row.held,
+        lazy=row.lazy,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
