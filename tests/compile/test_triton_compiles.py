@@ -25,6 +25,10 @@ FEATURES: dict[str, dict[str, object]] = {
     "bias": {"bias": torch.zeros(2, 2, 64, 96)},
     "bias_shared": {"bias": torch.zeros(1, 1, 64, 96)},
     "mask": {"mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
+    "bias_mask": {"bias": torch.zeros(2, 2, 64, 96), "mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
+    "bias_dropout": {
+        "bias": torch.zeros(2, 2, 64, 96), "dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64)
+    },
     "alibi": {"alibi_slopes": torch.zeros(2), "sink": torch.zeros(2)},
 }
 HEADDIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512), (33, 33))
@@ -33,6 +37,7 @@ ALL = os.environ.get("TILEWISE_COMPILE") == "all"
 CASES = [
     *[("sm_90", dims, torch.bfloat16, "causal") for dims in HEADDIMS],
     *[("sm_90", (64, 64), torch.bfloat16, features) for features in FEATURES if features != "causal"],
+    *[("sm_90", (256, 256), torch.bfloat16, features) for features in ("bias", "mask", "bias_mask", "bias_dropout")],
     ("sm_90", (128, 128), torch.float32, "plain"),
     ("sm_80", (128, 128), torch.float16, "causal"),
     ("sm_80", (256, 256), torch.bfloat16, "plain"),

@@ -29,6 +29,8 @@ TYPICAL = [(40, 40), (128, 128), (192, 128), (576, 512)]
 HEADDIM_CASES = [
     *[(dims, ("causal",), BF16) for dims in HEADDIMS],
     *[(dims, features, BF16) for dims in TYPICAL for features in ((), ("window_left", "sink"))],
+    # what a bias and a mask add to the tiles of the backward has to fit beside those of 256 channels
+    *[((256, 256), features, BF16) for features in (("bias",), ("mask",), *COMBINED[1:4:2], ("bias_rows", "dropout"))],
     *[(dims, ("causal",), FP32) for dims in (*TYPICAL, (1, 1), (256, 256), (24, 200))],
 ]
 
