@@ -8,6 +8,7 @@ import torch
 import tilewise
 from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, check_rising, gradients, ids, run
 from tilewise.testing import Spec, make
+from tilewise.testing.judge import assert_exact
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Every feature in bf16. fp16 is the same code with another type of element, and fp32 with other exponentials and
@@ -99,12 +100,21 @@ def test_gradients_of_huge_scores(spread, dtype):
                features=("causal",), requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize("bias", [torch.finfo(torch.float32).min, -1e30, -1e6])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_gradients_of_a_row_of_one_large_bias(bias, headdim):
+    sample = make(Spec(batch=1, seqlen_q=70, seqlen_k=150, nheads=2, nheads_k=2, headdim=headdim, headdim_v=headdim,
+                       dtype=BF16, device="cuda", features=("bias",), requires_grad="all"), 0)  # fmt: skip
+    sample.options["bias"].detach()[..., 3, :] = bias
+    assert_exact(sample, "triton")
+
+
 @pytest.mark.parametrize("step", [0.01, 0.06, 0.5, -0.5])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(("headdim", "features"), [(64, ("causal",)), (128, ("window_left", "sink")), (128, ()),
-                                                   (256, ("bias",))], ids=name)  # fmt: skip
+                                                   (128, ("causal",)), (256, ("bias",)), (256, ())], ids=name)  # fmt: skip
 def test_a_maximum_that_follows_late(headdim, features, dtype, step):
-    check_rising(Spec(batch=1, seqlen_q=300, seqlen_k=1200, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
+    check_rising(Spec(batch=1, seqlen_q=300, seqlen_k=1000, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
                       dtype=dtype, device="cuda", features=features, requires_grad="all"), step)  # fmt: skip
 
 

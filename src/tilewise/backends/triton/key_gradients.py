@@ -38,7 +38,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     BOXED: tl.constexpr = TILE.boxes and not EDGE
     # what is loaded before the first product takes registers through it, which then spill
     LATE_LSE: tl.constexpr = BOXED and MODE.two_parts
-    LATE_DELTA: tl.constexpr = LATE_LSE or BOXED and TILE.held and not MODE.band
+    LATE_DELTA: tl.constexpr = BOXED and TILE.held and not MODE.band
     if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         if not LATE_LSE:
             lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]

@@ -146,15 +146,21 @@ def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_
 
     Returns the scores and the derivative of the softcap (1 where there is none).
     """
-    s *= scalars.softmax_scale
     slack = 1.0
+    bias = 0.0
+    if MODE.bias:
+        bias = load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
+            tl.float32)
+    if MODE.bias and not MODE.softcap:
+        s = tl.fma(s, tl.zeros_like(s) + scalars.softmax_scale, bias)  # said so, as all kernels have to round it alike
+    else:
+        s *= scalars.softmax_scale
     if MODE.softcap:
         t = tanh(s / scalars.softcap)
         s = scalars.softcap * t
         slack = 1.0 - t * t
-    if MODE.bias:
-        s += load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
-            tl.float32)
+        if MODE.bias:
+            s += bias
     if MODE.alibi:
         s -= slope * alibi_distance(i, j, seqlen_q, seqlen_k)
     return s, slack
