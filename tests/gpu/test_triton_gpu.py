@@ -6,7 +6,18 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, check_rising, gradients, ids, run
+from tests.triton_checks import (
+    COMBINED,
+    PACKED,
+    SINGLE,
+    check,
+    check_neighbours,
+    check_paired,
+    check_rising,
+    gradients,
+    ids,
+    run,
+)
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
 
@@ -34,6 +45,9 @@ HEADDIM_CASES = [
     *[((256, 256), features, BF16) for features in (("bias",), ("mask",), *COMBINED[1:4:2], ("bias_rows", "dropout"))],
     *[(dims, ("causal",), FP32) for dims in (*TYPICAL, (1, 1), (256, 256), (24, 200))],
 ]
+# each row of the forward's table
+RISING = [(64, ("causal",)), *[(128, f) for f in ((), ("causal",), ("window_left", "sink"), ("softcap", "causal"))],
+          (256, ()), (256, ("bias",))]  # fmt: skip
 
 
 def name(value: object) -> str | None:
@@ -111,8 +125,7 @@ def test_gradients_of_a_row_of_one_large_bias(bias, headdim):
 
 @pytest.mark.parametrize("step", [0.01, 0.06, 0.5, -0.5])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(("headdim", "features"), [(64, ("causal",)), (128, ("window_left", "sink")), (128, ()),
-                                                   (128, ("causal",)), (256, ("bias",)), (256, ())], ids=name)  # fmt: skip
+@pytest.mark.parametrize(("headdim", "features"), RISING, ids=name)
 def test_a_maximum_that_follows_late(headdim, features, dtype, step):
     check_rising(Spec(batch=1, seqlen_q=300, seqlen_k=1000, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
                       dtype=dtype, device="cuda", features=features, requires_grad="all"), step)  # fmt: skip

@@ -19,7 +19,7 @@ OPEN = 2**30  # a window bound that excludes nothing, small enough to be added t
 RAGGED = 2**30  # rows of a packed tensor's descriptor, as primitives.load_box counts them
 ANYWHERE = 0x7FFF0000  # the largest size of a dimension that is never out of bounds
 STATISTICS = 64  # the backward keeps row statistics in multiples of it, the most queries of a tile of key_gradients
-WINDOW_TOGETHER = 8  # heads
+WINDOW_TOGETHER = 8  # heads that alternate in a dense window (docs/triton.md)
 ROWS_TOGETHER = 2**14  # of heads that alternate: tiles for each multiprocessor, within the L2 cache (docs/triton.md)
 NO_PAIRS = PairStride(0, 0, 0, 0)
 

@@ -38,7 +38,7 @@ def followed(top, row_max, unit):
 
 @triton.jit
 def rescaled(acc, factor, VOTES: tl.constexpr):
-    """acc * factor, by row. VOTES: acc is a wgmma's of one warp for 16 rows, and a warp of rows with factor 1 skips it."""
+    """acc * factor, by row. VOTES: acc is that of a wgmma, 16 rows a warp; a warp of rows with factor 1 skips it."""
     if VOTES:
         COUNT: tl.constexpr = acc.shape[1] // 2  # elements of a thread
         return tl.inline_asm_elementwise(
