@@ -50,10 +50,10 @@ Table = tuple[Row, ...]
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
-        " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy 1k"
-        " 412, c 346, 16k 474, c 471, else 405/339/458/448", registers=128, joint=True, lazy=True),
-    Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without 480/530"
-        "/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
+        " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
+        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448", registers=128, joint=True, lazy=True),
+    Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
+        "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
         " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549", overlap=True,
         joint=True, lazy=True, keys=1000),
     Row(128, 64, 32, 4, 3, "three blocks resident: window of 1024 466; as the next row 462, as the one before 458;"
