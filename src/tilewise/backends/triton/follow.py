@@ -9,7 +9,7 @@ LAZY = tl.constexpr(8.0)  # in log2 units: probabilities grow to 2**8 at most, f
 
 
 @triton.constexpr_function
-def _multiply_where_moved(count):
+def _multiply_where_moved(count: int) -> str:
     """PTX: the first ``count`` operands, which are also the next ones, times the last ones, unless all these are 1.
 
     A warp takes one way. A thread holds two rows, and its first and its last element are not of the same one.
@@ -26,7 +26,7 @@ def _multiply_where_moved(count):
 
 
 @triton.constexpr_function
-def _operands(count):
+def _operands(count: int) -> str:
     return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
