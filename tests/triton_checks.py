@@ -37,6 +37,19 @@ def check(spec: Spec, seed: int = 0, **keywords: Any) -> None:
     assert_exact(make(spec, seed), "triton", **keywords)
 
 
+def check_rising(spec: Spec, step: float) -> None:
+    """Scores that rise by ``step`` from key to key, so that a row's maximum moves from tile to tile, or lags behind.
+
+    The channel that does it is the last one: what tensor cores add to a large sum they cut off.
+    """
+    sample = make(spec, seed=4)
+    with torch.no_grad():
+        sample.q[..., -1] = sample.spec.headdim**0.5
+        keys = torch.arange(sample.k.shape[1], device=sample.k.device)
+        sample.k[..., -1] = (step * keys)[:, None].to(sample.k.dtype)
+    assert_exact(sample, "triton")
+
+
 def run(sample: Sample, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the Triton backend."""
     function = tilewise.attention_varlen_with_lse if sample.spec.varlen else tilewise.attention_with_lse

@@ -6,6 +6,7 @@ By default a covering subset runs; TILEWISE_COMPILE=all compiles every feature f
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ FEATURES: dict[str, dict[str, object]] = {
     "bias": {"bias": torch.zeros(2, 2, 64, 96)},
     "bias_shared": {"bias": torch.zeros(1, 1, 64, 96)},
     "mask": {"mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
+    "bias_mask": {"bias": torch.zeros(2, 2, 64, 96), "mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
+    "bias_dropout": {
+        "bias": torch.zeros(2, 2, 64, 96), "dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64)
+    },
     "alibi": {"alibi_slopes": torch.zeros(2), "sink": torch.zeros(2)},
 }
 HEADDIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512), (33, 33))
@@ -33,6 +38,7 @@ ALL = os.environ.get("TILEWISE_COMPILE") == "all"
 CASES = [
     *[("sm_90", dims, torch.bfloat16, "causal") for dims in HEADDIMS],
     *[("sm_90", (64, 64), torch.bfloat16, features) for features in FEATURES if features != "causal"],
+    *[("sm_90", (256, 256), torch.bfloat16, features) for features in ("bias", "mask", "bias_mask", "bias_dropout")],
     ("sm_90", (128, 128), torch.float32, "plain"),
     ("sm_80", (128, 128), torch.float16, "causal"),
     ("sm_80", (256, 256), torch.bfloat16, "plain"),
@@ -164,9 +170,12 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
                 assert found[0].spills <= SPILLS.get((features, headdim), 0), wanted.kernel.__name__
 
 
+LONG = ({}, {"causal": "bottom_right"}, {"window_left": 1024, "window_right": 0})
+
+
 def test_long_rows_overlap_a_product_with_the_next_softmax():
     q, k, v = (torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16) for _ in range(3))
-    for options in ({}, {"causal": "bottom_right"}):
+    for options in LONG:
         (wanted,) = launches("sm_90", q, k, v, False, **options)
         compiled = build(wanted, "sm_90")
         assert not serialised(compiled)
@@ -174,3 +183,18 @@ def test_long_rows_overlap_a_product_with_the_next_softmax():
         scores, product = compiled.asm["ttgir"].split("ttng.warp_group_dot ")[1:3]  # of the main loop, which is first
         assert "pendings = 0" in scores
         assert "scf.yield" in product.split("ttng.warp_group_dot_wait")[0]  # it is still under way in the next turn
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_warp_whose_maxima_stay_leaves_the_accumulator_alone(headdim):
+    """The vote looks at the first and the last element of a thread, which has to hold two rows."""
+    q, k, v = (torch.zeros(1, 4096, 2, headdim, dtype=torch.bfloat16) for _ in range(3))
+    for options in LONG:
+        (wanted,) = launches("sm_90", q, k, v, False, **options)
+        tile = wanted.arguments[-1]
+        compiled = build(wanted, "sm_90")
+        assert tile.lazy
+        assert tile.block_m == 16 * wanted.config.warps
+        assert "vote.sync.any.pred" in compiled.asm["ptx"]
+        warps = set(re.findall(r"#ttg.nvidia_mma<{.*?warpsPerCTA = (\[.*?\])", compiled.asm["ttgir"]))
+        assert warps == {f"[{wanted.config.warps}, 1]"}

@@ -6,8 +6,20 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
+from tests.triton_checks import (
+    COMBINED,
+    PACKED,
+    SINGLE,
+    check,
+    check_neighbours,
+    check_paired,
+    check_rising,
+    gradients,
+    ids,
+    run,
+)
 from tilewise.testing import Spec, make
+from tilewise.testing.judge import assert_exact
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Every feature in bf16. fp16 is the same code with another type of element, and fp32 with other exponentials and
@@ -29,8 +41,13 @@ TYPICAL = [(40, 40), (128, 128), (192, 128), (576, 512)]
 HEADDIM_CASES = [
     *[(dims, ("causal",), BF16) for dims in HEADDIMS],
     *[(dims, features, BF16) for dims in TYPICAL for features in ((), ("window_left", "sink"))],
+    # what a bias and a mask add to the tiles of the backward has to fit beside those of 256 channels
+    *[((256, 256), features, BF16) for features in (("bias",), ("mask",), *COMBINED[1:4:2], ("bias_rows", "dropout"))],
     *[(dims, ("causal",), FP32) for dims in (*TYPICAL, (1, 1), (256, 256), (24, 200))],
 ]
+# each row of the forward's table
+RISING = [(64, ("causal",)), *[(128, f) for f in ((), ("causal",), ("window_left", "sink"), ("softcap", "causal"))],
+          (256, ()), (256, ("bias",))]  # fmt: skip
 
 
 def name(value: object) -> str | None:
@@ -95,6 +112,23 @@ def test_lengths(seqlens, features):
 def test_gradients_of_huge_scores(spread, dtype):
     check(Spec(seqlen_q=300, seqlen_k=300, headdim=24, headdim_v=24, dtype=dtype, device="cuda", spread=spread,
                features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [torch.finfo(torch.float32).min, -1e30, -1e6])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_gradients_of_a_row_of_one_large_bias(bias, headdim):
+    sample = make(Spec(batch=1, seqlen_q=70, seqlen_k=150, nheads=2, nheads_k=2, headdim=headdim, headdim_v=headdim,
+                       dtype=BF16, device="cuda", features=("bias",), requires_grad="all"), 0)  # fmt: skip
+    sample.options["bias"].detach()[..., 3, :] = bias
+    assert_exact(sample, "triton")
+
+
+@pytest.mark.parametrize("step", [0.01, 0.06, 0.5, -0.5])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("headdim", "features"), RISING, ids=name)
+def test_a_maximum_that_follows_late(headdim, features, dtype, step):
+    check_rising(Spec(batch=1, seqlen_q=300, seqlen_k=1000, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
+                      dtype=dtype, device="cuda", features=features, requires_grad="all"), step)  # fmt: skip
 
 
 def test_huge_inputs_with_one_key():

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import tilewise
-from tests.triton_checks import COMBINED, PACKED, SINGLE, check, check_neighbours, check_paired, gradients, ids, run
+from tests.triton_checks import (
+    COMBINED,
+    PACKED,
+    SINGLE,
+    check,
+    check_neighbours,
+    check_paired,
+    check_rising,
+    gradients,
+    ids,
+    run,
+)
+from tilewise.backends.triton import tiles
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
 
@@ -69,6 +81,15 @@ def test_gradients_of_huge_scores(spread):
     """Scores to 1e8: exp(s - lse) with a rounded lse was 2 ** 8 and more."""
     check(Spec(batch=1, seqlen_q=20, seqlen_k=24, nheads=2, nheads_k=2, headdim=24, headdim_v=16, dtype=torch.float16,
                spread=spread, features=("causal",), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [0.06, 0.3, -0.3])
+@pytest.mark.parametrize("features", [("causal",), ("window_left", "sink"), ("bias", "softcap")], ids=ids)
+def test_a_maximum_that_follows_late(monkeypatch, features, step):
+    choose = tiles.choose_row
+    monkeypatch.setattr(tiles, "choose_row", lambda *facts: choose(*facts)._replace(block_m=16, block_n=16, lazy=True))
+    check_rising(Spec(batch=1, seqlen_q=40, seqlen_k=90, nheads=2, nheads_k=1, headdim=16, headdim_v=16,
+                      dtype=torch.float16, features=features, requires_grad="all"), step)  # fmt: skip
 
 
 @pytest.mark.parametrize("features", [*COMBINED, ("causal",), ("sink", "window"), ("bias_shared",)], ids=ids)

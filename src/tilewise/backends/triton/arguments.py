@@ -121,6 +121,7 @@ class Tile(NamedTuple):
     joint: bool = False  # with boxes: all loads of a tile come before its first product, so that one wait is for all
     overlap: bool = False  # with boxes: a tile's product with v runs under the next tile's softmax
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
+    lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
 
 

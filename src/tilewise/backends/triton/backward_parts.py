@@ -107,8 +107,11 @@ def probabilities(s, row_lse, log_sum, scalars, MODE: tl.constexpr):
 
     log_sum is read only if MODE.two_parts.
     """
-    if MODE.two_parts:
-        return P.exp(s - row_lse - log_sum, MODE.precise)
+    if MODE.two_parts and MODE.precise:
+        return P.exp(s - row_lse - log_sum, True)
+    elif MODE.two_parts:
+        x = s - row_lse
+        return tl.exp2(tl.fma(x, tl.full(x.shape, P.LOG2E, tl.float32), tl.zeros_like(x) - log_sum * P.LOG2E))
     elif MODE.scale_first:
         return P.exp(s - row_lse, MODE.precise)
     else:

@@ -19,6 +19,7 @@ OPEN = 2**30  # a window bound that excludes nothing, small enough to be added t
 RAGGED = 2**30  # rows of a packed tensor's descriptor, as primitives.load_box counts them
 ANYWHERE = 0x7FFF0000  # the largest size of a dimension that is never out of bounds
 STATISTICS = 64  # the backward keeps row statistics in multiples of it, the most queries of a tile of key_gradients
+WINDOW_TOGETHER = 8  # heads that alternate in a dense window (docs/triton.md)
 ROWS_TOGETHER = 2**14  # of heads that alternate: tiles for each multiprocessor, within the L2 cache (docs/triton.md)
 NO_PAIRS = PairStride(0, 0, 0, 0)
 
@@ -216,6 +217,18 @@ def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
         batch_offset=inputs.batch_offset,
         together=heads_together(problem),
     )
+
+
+def forward_sizes(problem: Problem, inputs: Inputs) -> Sizes:
+    """The same for a forward, where a window on both sides has an order of its own (places.place)."""
+    sizes = sizes_of(problem, inputs)
+    return sizes._replace(together=WINDOW_TOGETHER) if is_dense_window(problem) else sizes
+
+
+def is_dense_window(problem: Problem) -> bool:
+    """Whether the band has two sides: all but the first blocks of a head then see equally many keys."""
+    bounded = problem.window_right is not None or problem.causal is not None
+    return problem.window_left is not None and bounded and not problem.varlen
 
 
 def heads_together(problem: Problem) -> int:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
+from tilewise.backends.triton.follow import rescaled
 from tilewise.backends.triton.places import place
 
 
@@ -72,7 +73,7 @@ def weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_b
           MODE: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of a tile, the new state of its rows and by what their old sums shrink."""
     p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E, MODE.precise,
-                                                  not SCALE_FIRST)
+                                                  not SCALE_FIRST, TILE.lazy)
     if MODE.dropout:
         seed = tl.load(extras.seed)
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped,
@@ -105,7 +106,7 @@ def forward_tile(acc, row_max, row_sum, q, pointers, descriptors, strides, extra
         v = tl.where((tl.max(keep.to(tl.int32), 0) > 0)[:, None], v, 0.0)  # 0 * NaN: unseen values may be anything
     p, row_max, row_sum, rescale = weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin,
                                          SCALE_FIRST, MODE, TILE)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
+    acc = tl.dot(p.to(v.dtype), v, rescaled(acc, rescale, TILE.lazy and TILE.boxes), input_precision=MODE.precision)
     return acc, row_max, row_sum
 
 
@@ -127,17 +128,21 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
         cut = (n_block < full_first) | (n_block >= full_last)
         k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
                       TILE.headdim, TILE.block_d, False, MODE, TILE)
+        if TILE.joint:
+            v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, before, v_block * TILE.block_dv,
+                          seqlen_q, seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
         s, _ = score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch,
                           head, k_start, m_begin, n_begin, cut, seqlen_q, seqlen_k, KIND, SCALE_FIRST, MODE, TILE)
-        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, before, v_block * TILE.block_dv, seqlen_q,
-                      seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
+        if not TILE.joint:
+            v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, before, v_block * TILE.block_dv,
+                          seqlen_q, seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
+        acc = tl.dot(p.to(v.dtype), v, rescaled(acc, rescale, TILE.lazy and TILE.boxes), input_precision=MODE.precision)
         p, row_max, row_sum, rescale = weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin,
                                              SCALE_FIRST, MODE, TILE)
     if last > first:
         v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, (last - 1) * TILE.block_n,
                       v_block * TILE.block_dv, seqlen_q, seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=MODE.precision)
+        acc = tl.dot(p.to(v.dtype), v, rescaled(acc, rescale, TILE.lazy and TILE.boxes), input_precision=MODE.precision)
     return acc, row_max, row_sum
 
 
@@ -225,7 +230,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     """Grid: row blocks, head-dimension blocks of v, heads and batch in the order of places.py, the last rows first."""
     m_block, v_block, head, batch, q_start, seqlen_q = place(
         extras.cu_seqlens_q, sizes, sizes.seqlen_q, sizes.total_q, sizes.nheads, TILE.num_dv, TILE.block_m, True,
-        MODE.varlen)
+        MODE.varlen, MODE.lower and MODE.upper and not MODE.varlen)
     if MODE.varlen:
         if (m_block < 0) | (m_block * TILE.block_m >= seqlen_q):
             return

@@ -36,13 +36,14 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
     log_sum = 0.0
     BOXED: tl.constexpr = TILE.boxes and not EDGE
-    LATE: tl.constexpr = BOXED and TILE.held and not MODE.band  # delta with the others costs registers that spill
+    # what is loaded before the first product takes registers through it, which then spill
+    LATE_LSE: tl.constexpr = BOXED and MODE.two_parts
+    LATE_DELTA: tl.constexpr = BOXED and TILE.held and not MODE.band
     if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
-        lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
-        if not LATE:
+        if not LATE_LSE:
+            lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        if not LATE_DELTA:
             delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
-        if MODE.two_parts:
-            log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     else:
         lse = tl.load(lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))[None, :]
         delta = tl.load(delta_ptr + stats + rows, mask=rows < seqlen_q, other=0.0)[None, :]
@@ -60,6 +61,9 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                     TILE.headdim, TILE.block_d, TILE.num_d, TILE.block_n, TILE.block_m, MODE)
     # a key past the last one needs no mask, but its bias may not be read
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
+    if LATE_LSE:
+        lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     p = at_most_one(probabilities(s, lse, log_sum, scalars, MODE))
     if KIND == "banded":
         if cut:
@@ -92,7 +96,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                          row_end, TILE.headdim_v, TILE.block_dv, TILE.num_dv, TILE.block_n, TILE.block_m, MODE)
         if MODE.dropout:
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
-        if LATE:
+        if LATE_DELTA:
             delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
         ds = p * (dp - delta)
         if EDGE:

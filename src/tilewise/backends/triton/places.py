@@ -33,13 +33,14 @@ def packed_sequence(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def place(cu_seqlens, sizes, seqlen, total, heads, PARTS: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
-          VARLEN: tl.constexpr):
+          VARLEN: tl.constexpr, HALVES: tl.constexpr = False):
     """(block, part, head, sequence, the sequence's first token and length) of this program.
 
     Heads of all sequences, or of the packed tokens, are taken ``sizes.together`` at a time: first the first block of
     each, then the second of each and so on. So what a head's blocks share stays in the L2 cache, and where work differs
     from block to block the programs that start last have little of it. Packed tokens have as many blocks as
-    plans.programs says; one too many is outside of its sequence.
+    plans.programs says; one too many is outside of its sequence. HALVES: one half of the heads starts with its first
+    blocks and the other ends with them.
     """
     program = tl.program_id(0)
     if VARLEN:
@@ -61,5 +62,9 @@ def place(cu_seqlens, sizes, seqlen, total, heads, PARTS: tl.constexpr, BLOCK: t
         sequence = unit // PARTS // heads
     start, length = P.sequence(cu_seqlens, sequence, seqlen, VARLEN)
     if LAST_FIRST:
-        block = tl.cdiv(length, BLOCK) - 1 - block
+        mirrored = tl.cdiv(length, BLOCK) - 1 - block
+        if HALVES:
+            block = tl.where(unit < units // 2, block, mirrored)
+        else:
+            block = mirrored
     return block, part, head, sequence, start, length

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.follow import followed
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
@@ -144,15 +146,21 @@ def modify_scores(s, i, j, slope, extras, strides, scalars, batch, head, seqlen_
 
     Returns the scores and the derivative of the softcap (1 where there is none).
     """
-    s *= scalars.softmax_scale
     slack = 1.0
+    bias = 0.0
+    if MODE.bias:
+        bias = load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
+            tl.float32)
+    if MODE.bias and not MODE.softcap:
+        s = tl.fma(s, tl.zeros_like(s) + scalars.softmax_scale, bias)  # said so, as all kernels have to round it alike
+    else:
+        s *= scalars.softmax_scale
     if MODE.softcap:
         t = tanh(s / scalars.softcap)
         s = scalars.softcap * t
         slack = 1.0 - t * t
-    if MODE.bias:
-        s += load_pairs(extras.bias, strides.bias, batch, head, i, j, seqlen_q, seqlen_k, MASKED, MODE.bias_align).to(
-            tl.float32)
+        if MODE.bias:
+            s += bias
     if MODE.alibi:
         s -= slope * alibi_distance(i, j, seqlen_q, seqlen_k)
     return s, slack
@@ -201,18 +209,21 @@ def row_tops(s, PARTS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr):
+def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.constexpr, LAZY: tl.constexpr):
     """One step of the online softmax: p = exp(s - row_max), the state, and by what the sums of earlier tiles shrink.
 
     Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
     products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
     exp2. row_max is rounded, so that the largest p is 2 to the power of that rounding error: little up to EXACT_LIMIT,
-    and unusable beyond, where the caller starts again.
+    and unusable beyond, where the caller starts again. LAZY: row_max may stay behind (follow.py).
     """
+    top = row_tops(s, row_sum.shape[1])
     if FUSED:
-        new_max = tl.maximum(row_max, row_tops(s, row_sum.shape[1]) * unit)
+        top *= unit
+    if LAZY:
+        new_max = followed(top, row_max, 1.0 if FUSED else LN2)
     else:
-        new_max = tl.maximum(row_max, row_tops(s, row_sum.shape[1]))
+        new_max = tl.maximum(row_max, top)
     origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
     if FUSED:
         p = tl.exp2(s * unit - origin[:, None])

@@ -31,7 +31,9 @@ class Row(NamedTuple):
     joint: bool = False  # see Tile
     overlap: bool = False
     held: bool = False
+    lazy: bool = False
     keys: int = 0  # only for problems whose queries see at least so many keys on average
+    bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
 
 
 class Shape(NamedTuple):
@@ -48,16 +50,25 @@ Table = tuple[Row, ...]
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
-        " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466",
-        registers=128, joint=True),
-    Row(128, 64, 64, 4, 3, "overlap: 1k 464, 4k 560, c 500, 16k 542, c 559; joint loads 1k 452; neither 542/462/514"
-        "/494; both 561/488/547/528 for 4k and 16k; 8 warps, 128x64 and 128x128 16k 461 and 464 where this has 549",
-        overlap=True, keys=1000),
-    Row(128, 64, 64, 4, 3, "1k c 376, window of 1024 435 with joint loads; without 361/428; overlap 363/432; 64x32, 4"
-        " stages, three blocks resident 369 and 434 where this has 345 and 446; two stages 367; 64x128 284; 128x32, 4"
-        " warps 393; 8 warps 384", joint=True),
-    Row(256, 64, 32, 4, 3, "joint loads: 1k 526, 4k 601, c 525, 16k 607, c 610; without 505/571/508/562/583; 128x64, 8"
-        " warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385 where this has 489", joint=True),
+        " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
+        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448", registers=128, joint=True, lazy=True),
+    Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
+        "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
+        " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549", overlap=True,
+        joint=True, lazy=True, keys=1000),
+    Row(128, 64, 32, 4, 3, "three blocks resident: window of 1024 466; as the next row 462, as the one before 458;"
+        " overlap alone, four stages 414, and lazy too 459", registers=168, overlap=True, joint=True, lazy=True,
+        keys=700, bare=True),
+    Row(128, 64, 32, 4, 4, "three blocks resident: 1k c 390; with overlap instead of joint loads 381; 64x64, overlap"
+        " and joint loads 364", registers=168, joint=True, lazy=True, bare=True),
+    Row(128, 64, 64, 4, 3, "for scores that cost registers: 1k c 376, window of 1024 435 with joint loads; without 361"
+        "/428; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384", joint=True, lazy=True),
+    Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
+        " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
+        "/618/640", overlap=True, joint=True, lazy=True, bare=True),
+    Row(256, 64, 32, 4, 3, "overlap waits after every product with a bias. Joint loads: 1k 526, 4k 601, c 525, 16k 607,"
+        " c 610; without 505/571/508/562/583; 128x64, 8 warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385"
+        " where this has 489", joint=True, lazy=True),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
 _KEYS_90: Table = (
@@ -171,9 +182,26 @@ def keys_of_a_query(problem: Problem) -> int:
     return masks.kept_pairs(masks.band(mean), seqlen_q, seqlen_k) // max(seqlen_q, 1)
 
 
+def choose_stages(row: Row, kernel: str, problem: Problem) -> int:
+    """How deep the pipeline is: a bias or a mask has a tile of its own in each stage.
+
+    Beside those of over 128 channels a backward has room for two such stages; for one where dropout or both need more.
+    """
+    pairs = (problem.bias_shape is not None) + (problem.mask_shape is not None)
+    if kernel == "forward" or not pairs or not PART < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT:
+        return row.stages
+    return min(row.stages, 2 if pairs == 1 and not problem.dropout_p else 1)
+
+
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
     """Whether dk and dv come from two launches: on sm_90 accumulators of over 128 channels do not fit together."""
     return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+
+
+def is_bare(problem: Problem) -> bool:
+    """Whether scores are products with the scale, of which only a band excludes some."""
+    changed = problem.softcap or problem.bias_shape is not None or problem.alibi or problem.dropout_p
+    return not (changed or problem.mask_shape is not None or problem.segments)
 
 
 def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
@@ -181,7 +209,8 @@ def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) ->
     dim = max(problem.headdim, problem.headdim_v)
     keys = keys_of_a_query(problem)
     table = _table(kernel, problem.dtype.itemsize, facts, align)
-    return next(row for row in table if dim <= row.dim and keys >= row.keys)
+    bare = is_bare(problem)
+    return next(row for row in table if dim <= row.dim and keys >= row.keys and bare >= row.bare)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
@@ -199,11 +228,12 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         block_dv=block_dv,
         num_d=-(-problem.headdim // block_d),
         num_dv=-(-problem.headdim_v // block_dv),
-        stages=row.stages,
+        stages=choose_stages(row, kernel, problem),
         boxes=facts.arch == "sm_90" and not INTERPRETED and whole and align > 1 and problem.dtype.itemsize == 2,
         joint=row.joint,
         overlap=row.overlap,
         held=row.held,
+        lazy=row.lazy,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))

@@ -1,0 +1,48 @@
+"""A maximum that follows only scores that outgrow it a lot, so that most turns need not rescale what came before."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LAZY = tl.constexpr(8.0)  # in log2 units: probabilities grow to 2**8 at most, far inside the range of fp16
+
+
+@triton.constexpr_function
+def _multiply_where_moved(count: int) -> str:
+    """PTX: the first ``count`` operands, which are also the next ones, times the last ones, unless all these are 1.
+
+    A warp takes one way. A thread holds two rows, and its first and its last element are not of the same one.
+    """
+    first = 2 * count
+    return (
+        "{ .reg .pred moved, any;"
+        f" setp.neu.f32 moved, ${first}, 0f3F800000; setp.neu.or.f32 moved, ${first + count - 1}, 0f3F800000, moved;"
+        " vote.sync.any.pred any, moved, 0xffffffff;"
+        " @!any bra STILL;"
+        + "".join(f" mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
+        + " STILL: }"
+    )
+
+
+@triton.constexpr_function
+def _operands(count: int) -> str:
+    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@triton.jit
+def followed(top, row_max, unit):
+    """The maximum of rows after scores of up to ``top``, of which one log2 unit is ``unit``."""
+    return tl.where(top - row_max > LAZY * unit, top, row_max)
+
+
+@triton.jit
+def rescaled(acc, factor, VOTES: tl.constexpr):
+    """acc * factor, by row. VOTES: acc is that of a wgmma, 16 rows a warp; a warp of rows with factor 1 skips it."""
+    if VOTES:
+        COUNT: tl.constexpr = acc.shape[1] // 2  # elements of a thread
+        return tl.inline_asm_elementwise(
+            _multiply_where_moved(COUNT), _operands(COUNT), [acc, tl.broadcast_to(factor[:, None], acc.shape)],
+            dtype=tl.float32, is_pure=False, pack=COUNT)
+    else:
+        return acc * factor[:, None]
