@@ -11,6 +11,7 @@ import torch
 from tilewise.descale import FP8, out_dtype
 
 GRAD_NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sink")
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # that fp32 may apply to -inf: a smaller one can be 0 there, and NaN
 DERIVATIVES = ("forward", "backward", "jvp", "second")
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tests.rooms import here, usual_dtype
-from tilewise import arguments
+from tilewise import arguments, descale
 from tilewise.testing import Spec, make, offsets
 
 pytestmark = pytest.mark.rooms("auto")
@@ -302,6 +302,16 @@ def test_an_operators_results_lie_where_its_fake_puts_them(heads_first: bool, ba
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in values))
         assert [t.stride() for t in operator(*values)] == [t.stride() for t in fakes], name
+
+
+@pytest.mark.rooms("reference", "cpu", "hopper")
+def test_an_fp8_operators_results_lie_where_its_fake_puts_them(backend: str) -> None:
+    tensors = [torch.randn(2, 6, 3, 64).transpose(1, 2).contiguous().transpose(1, 2).to(descale.FP8) for _ in range(3)]
+    values = (*[torch.ones(2, 3) for _ in range(3)], *arguments.dense_arguments(*tensors, causal=True, backend=backend))
+    operator = torch.ops.tilewise.forward_fp8.default
+    with FakeTensorMode() as mode:
+        fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in values))
+    assert [t.stride() for t in operator(*values)] == [t.stride() for t in fakes]
 
 
 @pytest.mark.parametrize("with_grad", [False, True])

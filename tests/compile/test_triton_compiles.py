@@ -28,7 +28,9 @@ FEATURES: dict[str, dict[str, object]] = {
     "mask": {"mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
     "bias_mask": {"bias": torch.zeros(2, 2, 64, 96), "mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
     "bias_dropout": {
-        "bias": torch.zeros(2, 2, 64, 96), "dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64)
+        "bias": torch.zeros(2, 2, 64, 96),
+        "dropout_p": 0.1,
+        "dropout_seed": torch.zeros((), dtype=torch.int64),
     },
     "alibi": {"alibi_slopes": torch.zeros(2), "sink": torch.zeros(2)},
 }
@@ -198,3 +200,9 @@ def test_a_warp_whose_maxima_stay_leaves_the_accumulator_alone(headdim):
         assert "vote.sync.any.pred" in compiled.asm["ptx"]
         warps = set(re.findall(r"#ttg.nvidia_mma<{.*?warpsPerCTA = (\[.*?\])", compiled.asm["ttgir"]))
         assert warps == {f"[{wanted.config.warps}, 1]"}
+        vote = r'elementwise_inline_asm "[^"]*vote.sync[^"]*".*-> tensor<\d+x(\d+)xf32, (#\w+)>'
+        voting = re.findall(vote, compiled.asm["ttgir"])
+        assert voting
+        for columns, layout in voting:
+            assert f"{layout} = #ttg.nvidia_mma<" in compiled.asm["ttgir"]
+            assert int(columns) == tile.block_dv

@@ -32,6 +32,22 @@ def test_long_sides_keep_their_precision(backend: str, sizes: tuple[int, int], f
     assert lse.error <= 4 * torch.finfo(torch.float32).eps * math.log(4 * LONG), lse
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_begin_with_scores_of_no_use(backend: str, causal: bool, dtype: torch.dtype) -> None:
+    """A walk that meets -4e8 first, or -3e10, and then ordinary scores: their rounding must not become inf - inf."""
+    size = 8000 if dtype is torch.float16 else 64000
+    q = torch.empty(1, 384, 2, 64, device="cuda").uniform_(0.75 * size, size).to(dtype)
+    k = (torch.randn(1, 384, 2, 64, device="cuda") / size).to(dtype)
+    for begin in (0, 256):  # from which side it comes, and on either side of the diagonal
+        k[:, begin : begin + 128] = -torch.empty(1, 128, 2, 64, device="cuda").uniform_(0.75 * size, size).to(dtype)
+    v = torch.randn(1, 384, 2, 64, device="cuda").to(dtype)
+    out, lse = tilewise.attention_with_lse(q, k, v, causal=causal, backend=backend)
+    exact = tilewise.attention_with_lse(q.double(), k.double(), v.double(), causal=causal, backend="reference")
+    torch.testing.assert_close(out.double(), exact[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_squares_keep_their_precision(backend: str, causal: bool) -> None:
     case = Case(1, LONG, 2, 128, nheads_k=1, causal=causal, dtype=BF16)

@@ -88,6 +88,11 @@ def test_refuses_other_machines(facts: DeviceFacts, what: str) -> None:
     assert [reason.what for reason in BACKEND.supports(problem(), facts)] == [what]
 
 
+def test_a_scale_that_fp32_cannot_hold_stays_out_of_the_exponent() -> None:
+    assert tiles.mode_of(problem(softmax_scale=1e-30)).raw_scale
+    assert not tiles.mode_of(problem(softmax_scale=1e-46)).raw_scale  # 0 times the -inf of an excluded key
+
+
 def test_a_full_forward_draws_one_key_head_after_the_other() -> None:
     sizes = {"batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 16, "nheads_k": 4}
     assert tiles.heads_in_flight(problem(**sizes)) == 4

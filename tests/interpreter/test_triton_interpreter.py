@@ -125,6 +125,15 @@ def _three():
     return [torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.parametrize("scale", [1e-46, 1e-300])
+def test_a_scale_that_fp32_cannot_hold(scale):
+    """0 times the -inf of a key past the end would be NaN."""
+    q, k, v = (torch.randn(1, 70, 2, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    out = tilewise.attention(q, k, v, softmax_scale=scale, backend="triton")
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(v), atol=2e-3, rtol=2e-3)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def test_a_saved_lse_that_comes_back_in_another_layout():
     """It was read as if it were contiguous."""
     tensors = _three()

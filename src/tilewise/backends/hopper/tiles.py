@@ -10,7 +10,7 @@ from tilewise.backends.hopper.arguments import OPEN, BackwardTile, ForwardTile, 
 from tilewise.backends.hopper.forward_tiles import CAUSAL, FORWARD, FULL, LONG, MANY, WINDOWS
 from tilewise.descale import BLOCK, FP8
 from tilewise.masks import band, kept_pairs
-from tilewise.problem import Problem
+from tilewise.problem import SMALLEST_SCALE, Problem
 
 LOG2E = math.log2(math.e)
 L2_KEYS = 32 << 20  # bytes of k and v that stay in the 50 MB of L2 beside everything else
@@ -202,7 +202,7 @@ def key_splits(problem: Problem, tile: ForwardTile, processors: int) -> int:
 def mode_of(problem: Problem) -> Mode:
     """The features of a problem; a bound that no pair reaches is none."""
     by_block = scaled_by_block(problem)
-    plain = problem.softmax_scale > 0 and not problem.softcap and not problem.alibi and not by_block
+    plain = problem.softmax_scale >= SMALLEST_SCALE and not problem.softcap and not problem.alibi and not by_block
     features = Mode(
         varlen=problem.varlen,
         softcap=problem.softcap > 0,

@@ -10,7 +10,7 @@ import torch
 from tilewise import rng
 from tilewise.backends.triton.arguments import Box, Extras, ExtraStrides, Mode, PairStride, Scalars, Sizes, Stride
 from tilewise.inputs import Inputs
-from tilewise.problem import Problem
+from tilewise.problem import SMALLEST_SCALE, Problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, read when kernels are first imported
 VECTOR_BYTES = 16
@@ -173,7 +173,7 @@ def mode_of(problem: Problem, marks: Marks) -> Mode:
         sink=problem.sink,
         softcap=problem.softcap > 0,
         dropout=rng.threshold(problem.dropout_p) > 0,
-        scale_first=scored or problem.softmax_scale <= 0 or problem.dtype == torch.float32,
+        scale_first=scored or problem.softmax_scale < SMALLEST_SCALE or problem.dtype == torch.float32,
         precise=problem.dtype == torch.float32,
         two_parts=problem.dtype == torch.float32 or problem.bias_shape is not None,
         align=marks.align,
@@ -226,7 +226,7 @@ def forward_sizes(problem: Problem, inputs: Inputs) -> Sizes:
 
 
 def is_dense_window(problem: Problem) -> bool:
-    """Whether the band has two sides: all but the first blocks of a head then see equally many keys."""
+    """Whether the band has two sides: most blocks of a head then see equally many keys. A wide window counts too."""
     bounded = problem.window_right is not None or problem.causal is not None
     return problem.window_left is not None and bounded and not problem.varlen
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LAZY = tl.constexpr(8.0)  # in log2 units: probabilities grow to 2**8 at most, far inside the range of fp16
+# in log2 units: probabilities grow to 2**8 at most, far inside the range of fp16, and v has to be smaller than 2**119
+LAZY = tl.constexpr(8.0)
 
 
 @triton.constexpr_function

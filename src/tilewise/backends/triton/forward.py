@@ -227,7 +227,7 @@ def finish(acc, row_max, row_sum, sink, PRECISE: tl.constexpr):
 @triton.jit
 def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, extras, strides, extra_strides, sizes,
                    scalars, MODE: tl.constexpr, TILE: tl.constexpr):
-    """Grid: row blocks, head-dimension blocks of v, heads and batch in the order of places.py, the last rows first."""
+    """Grid: row blocks, head-dimension blocks of v, heads and batch in the order of places.py."""
     m_block, v_block, head, batch, q_start, seqlen_q = place(
         extras.cu_seqlens_q, sizes, sizes.seqlen_q, sizes.total_q, sizes.nheads, TILE.num_dv, TILE.block_m, True,
         MODE.varlen, MODE.lower and MODE.upper and not MODE.varlen)

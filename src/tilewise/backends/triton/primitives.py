@@ -17,6 +17,7 @@ ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of t
 RAGGED = tl.constexpr(2**30)  # facts.RAGGED
 STATISTICS = tl.constexpr(64)  # facts.STATISTICS
 EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
+NOTHING = tl.constexpr(-1.125 * 2.0**26)  # below, a row has seen nothing that counts, or is computed again
 
 
 @triton.jit
@@ -215,7 +216,8 @@ def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.con
     Scores are in natural units; the largest one's exponent is exactly 0, however large it is. FUSED: they are raw
     products, ``unit`` = softmax_scale * log2(e) > 0 and row_max is in log2 units: p is one fused multiply-add and one
     exp2. row_max is rounded, so that the largest p is 2 to the power of that rounding error: little up to EXACT_LIMIT,
-    and unusable beyond, where the caller starts again. LAZY: row_max may stay behind (follow.py).
+    and unusable beyond, where the caller starts again; of keys below NOTHING p is 0, since a row may yet see others and
+    is then not computed again. LAZY: row_max may stay behind (follow.py).
     """
     top = row_tops(s, row_sum.shape[1])
     if FUSED:
@@ -224,11 +226,13 @@ def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.con
         new_max = followed(top, row_max, 1.0 if FUSED else LN2)
     else:
         new_max = tl.maximum(row_max, top)
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without keys so far must not make inf - inf
+    # a row without keys so far must not make inf - inf
     if FUSED:
+        origin = tl.where(new_max < NOTHING, 0.0, new_max)
         p = tl.exp2(s * unit - origin[:, None])
         rescale = tl.exp2(row_max - origin)
     else:
+        origin = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = exp(s - origin[:, None], PRECISE)
         rescale = exp(row_max - origin, PRECISE)
     row_sum = row_sum * rescale[:, None] + partial_sums(p, row_sum.shape[1])

@@ -1,7 +1,8 @@
 """Tile tables: the size of a tile, its warps and pipeline depth, by head dimension, element size and kind of device.
 
-Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken. A row's reason says
-what decided it: a measurement, or the shared memory and registers that a device has.
+Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken, of those for so few
+keys and, where they ask for that, bare scores. A row's reason says what decided it: a measurement, or the shared memory
+and registers that a device has.
 """
 
 from __future__ import annotations
