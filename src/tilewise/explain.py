@@ -40,6 +40,11 @@ class Explanation:
     flops_backward: int | None
     saved: memory.Saved
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Estimated seconds of each backend that can run the problem."""
+        return {row.name: row.cost for row in self.trace if row.cost is not None}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data: numbers, strings, lists and dicts."""
         facts = {
@@ -54,7 +59,7 @@ class Explanation:
             "request": self.request,
             "backend": self.backend,
             "refused": {row.name: [reason._asdict() for reason in row.reasons] for row in self.trace if row.reasons},
-            "able": {row.name: row.cost for row in self.trace if row.cost is not None},
+            "able": self.costs,
             "tile": None if self.tile is None else list(self.tile),
             "tiles": None if self.tiles is None else self.tiles._asdict(),
             "pairs": {"all": self.all_pairs, "kept": self.kept_pairs},
@@ -69,8 +74,7 @@ class Explanation:
         where = f"{self.facts.type} {self.facts.arch}".strip()
         lines = [f"{self.problem.describe()} | {where}"]
         passes = " forward and backward" if self.problem.needs_grad else ""
-        costs = {row.name: row.cost for row in self.trace if row.cost is not None}
-        estimates = {name: f"estimated {1e3 * cost:.3g} ms{passes}" for name, cost in costs.items()}
+        estimates = {name: f"estimated {1e3 * cost:.3g} ms{passes}" for name, cost in self.costs.items()}
         if self.backend is None:
             lines.append(
                 "runs on    nothing: "

@@ -219,16 +219,13 @@ def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
     )
 
 
-def forward_sizes(problem: Problem, inputs: Inputs) -> Sizes:
-    """The same for a forward, where a window on both sides has an order of its own (places.place)."""
+def forward_sizes(problem: Problem, inputs: Inputs, mode: Mode) -> Sizes:
+    """The same for a forward, where a dense band of two sides has an order of its own (``HALVES`` in places.place).
+
+    Most blocks of a head then see equally many keys. A window wider than the sequence counts too.
+    """
     sizes = sizes_of(problem, inputs)
-    return sizes._replace(together=WINDOW_TOGETHER) if is_dense_window(problem) else sizes
-
-
-def is_dense_window(problem: Problem) -> bool:
-    """Whether the band has two sides: most blocks of a head then see equally many keys. A wide window counts too."""
-    bounded = problem.window_right is not None or problem.causal is not None
-    return problem.window_left is not None and bounded and not problem.varlen
+    return sizes._replace(together=WINDOW_TOGETHER) if mode.lower and mode.upper and not mode.varlen else sizes
 
 
 def heads_together(problem: Problem) -> int:

@@ -127,7 +127,7 @@ class ForwardPlan:
         tail = (
             Strides(q_stride, k_stride, v_stride, host.contiguous_stride(shape, marks.align)),
             host.extra_strides_of(inputs, marks, self.lists.stride if self.lists else host.NO_PAIRS),
-            host.forward_sizes(problem, inputs),
+            host.forward_sizes(problem, inputs, mode),
             host.scalars_of(problem),
             mode,
             tile,

@@ -183,20 +183,25 @@ def keys_of_a_query(problem: Problem) -> int:
     return masks.kept_pairs(masks.band(mean), seqlen_q, seqlen_k) // max(seqlen_q, 1)
 
 
+def is_wide(problem: Problem) -> bool:
+    """Whether there are more channels than one part has, and yet all are in a tile."""
+    return PART < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+
+
 def choose_stages(row: Row, kernel: str, problem: Problem) -> int:
     """How deep the pipeline is: a bias or a mask has a tile of its own in each stage.
 
     Beside those of over 128 channels a backward has room for two such stages; for one where dropout or both need more.
     """
     pairs = (problem.bias_shape is not None) + (problem.mask_shape is not None)
-    if kernel == "forward" or not pairs or not PART < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT:
+    if kernel == "forward" or not pairs or not is_wide(problem):
         return row.stages
     return min(row.stages, 2 if pairs == 1 and not problem.dropout_p else 1)
 
 
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
     """Whether dk and dv come from two launches: on sm_90 accumulators of over 128 channels do not fit together."""
-    return family(facts) == "sm_90" and 128 < max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
+    return family(facts) == "sm_90" and is_wide(problem)
 
 
 def is_bare(problem: Problem) -> bool:
