@@ -27,6 +27,13 @@ class PairStride(NamedTuple):
     col: int
 
 
+class Divisor(NamedTuple):
+    """A divisor of numbers below 2**31, as the product and the shift that stand for it (primitives.divided)."""
+
+    multiplier: int  # 32 bits, stored as int32
+    shift: int
+
+
 class Sizes(NamedTuple):
     """Lengths of one call. For varlen ``seqlen_q`` and ``seqlen_k`` are upper bounds of the sequences' lengths."""
 
@@ -41,6 +48,8 @@ class Sizes(NamedTuple):
     window_right: int
     batch_offset: int  # added to the batch index in dropout's counter
     together: int  # heads whose blocks alternate in the order of programs (places.place)
+    by_nheads: Divisor  # a division takes a tenth of what comes before a forward's first load
+    by_group: Divisor
 
 
 class Scalars(NamedTuple):
@@ -123,6 +132,7 @@ class Tile(NamedTuple):
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
+    cube: bool = False  # the forward's programs are numbered in three dimensions (places.place)
 
 
 class Config(NamedTuple):
