@@ -28,10 +28,20 @@ class PairStride(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A divisor of numbers below 2**31, as the product and the shift that stand for it (primitives.divided)."""
+    """A divisor of numbers below 2**31, as the product and the shift that stand for it (places.divided)."""
 
     multiplier: int  # 32 bits, stored as int32
     shift: int
+
+
+def divisor_of(divisor: int) -> Divisor:
+    """The least power of two that reaches it bounds the error of the product, which then never reaches a whole.
+
+    Granlund and Montgomery, "Division by invariant integers using multiplication" (1994). By 0 nothing is divided.
+    """
+    shift = max(divisor - 1, 0).bit_length()
+    multiplier = 2 ** (31 + shift) // max(divisor, 1) + 1
+    return Divisor(multiplier - 2**32 if multiplier >= 2**31 else multiplier, shift)
 
 
 class Sizes(NamedTuple):

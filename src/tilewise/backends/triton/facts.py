@@ -10,7 +10,6 @@ import torch
 from tilewise import rng
 from tilewise.backends.triton.arguments import (
     Box,
-    Divisor,
     Extras,
     ExtraStrides,
     Mode,
@@ -18,6 +17,7 @@ from tilewise.backends.triton.arguments import (
     Scalars,
     Sizes,
     Stride,
+    divisor_of,
 )
 from tilewise.inputs import Inputs
 from tilewise.problem import SMALLEST_SCALE, Problem
@@ -229,13 +229,6 @@ def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
         by_nheads=divisor_of(problem.nheads),
         by_group=divisor_of(problem.group),
     )
-
-
-def divisor_of(divisor: int) -> Divisor:
-    """Granlund and Montgomery, "Division by invariant integers using multiplication" (1994); 0 divides nothing."""
-    shift = max(divisor - 1, 0).bit_length()
-    multiplier = 2 ** (31 + shift) // max(divisor, 1) + 1
-    return Divisor(multiplier - 2**32 if multiplier >= 2**31 else multiplier, shift)
 
 
 def forward_sizes(problem: Problem, inputs: Inputs, mode: Mode) -> Sizes:

@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.follow import rescaled
-from tilewise.backends.triton.places import place
+from tilewise.backends.triton.places import divided, place
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def load_keys(ptr, desc, stride, sizes, batch, head, k_start, n_begin, first, se
     """Channels [first, first + BLOCK) of the NUM of k or v, for the keys [n_begin, n_begin + block_n)."""
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, P.divided(head, sizes.by_group), n_begin, first, key_begin,
-                       key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
+    return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, divided(head, sizes.by_group), n_begin, first,
+                       key_begin, key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
 
 
 @triton.jit
@@ -237,8 +237,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     m_begin = m_block * TILE.block_m
     q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
-    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, P.divided(head, sizes.by_group), MODE.align)
-    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, P.divided(head, sizes.by_group), MODE.align)
+    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, divided(head, sizes.by_group), MODE.align)
+    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, divided(head, sizes.by_group), MODE.align)
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
     if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result

@@ -11,6 +11,13 @@ PROBES = tl.constexpr(128)  # offsets that one step of a search looks at
 
 
 @triton.jit
+def divided(number, divisor):
+    """number // divisor by a product: 2 number multiplier / 2**(32 + shift), rounded down (arguments.divisor_of)."""
+    high = tl.umulhi(number.to(tl.uint32) * 2, divisor.multiplier.to(tl.uint32, bitcast=True))
+    return (high >> divisor.shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def packed_sequence(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
     """The sequence that owns a slot, and the slot's number within it.
 
@@ -64,7 +71,7 @@ def place(cu_seqlens, sizes, seqlen, total, heads, PARTS: tl.constexpr, BLOCK: t
         unit = before + program % together
     part = unit % PARTS
     if CUBE:
-        sequence = P.divided(unit // PARTS, sizes.by_nheads)
+        sequence = divided(unit // PARTS, sizes.by_nheads)
     else:
         sequence = unit // PARTS // heads
     head = unit // PARTS - sequence * heads

@@ -31,13 +31,6 @@ def sequence(cu_seqlens, batch, seqlen, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def divided(number, divisor):
-    """number // divisor for a divisor of facts.divisor_of: 2 number multiplier / 2**(32 + shift), rounded down."""
-    high = tl.umulhi(number.to(tl.uint32) * 2, divisor.multiplier.to(tl.uint32, bitcast=True))
-    return (high >> divisor.shift.to(tl.uint32)).to(tl.int32)
-
-
-@triton.jit
 def head_address(ptr, stride, batch, start, head, ALIGN: tl.constexpr):
     """Address of channel 0 of the first token of one head. Strides count units of ALIGN elements (see Mode.align)."""
     return ptr + (batch.to(tl.int64) * stride.batch + start * stride.row + head.to(tl.int64) * stride.head) * ALIGN
