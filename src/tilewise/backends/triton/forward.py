@@ -124,7 +124,10 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
     rescale = tl.full([TILE.block_m], 1.0, tl.float32)
     for n_block in tl.range(first, last, num_stages=TILE.stages):
         n_begin = n_block * TILE.block_n
-        before = tl.maximum(n_block - 1, first) * TILE.block_n
+        if MODE.varlen:
+            before = tl.maximum(n_block - 1, first) * TILE.block_n
+        else:  # outside of the tensor in the first turn: zeros that are not fetched
+            before = tl.where(n_block > first, n_block - 1, -1) * TILE.block_n
         cut = (n_block < full_first) | (n_block >= full_last)
         k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
                       TILE.headdim, TILE.block_d, False, MODE, TILE)

@@ -103,10 +103,10 @@ def clear_lse(nheads: int, total: int, offsets: torch.Tensor) -> Launch:
 
 
 def forward_grid(problem: Problem, tile: Tile, together: int) -> tuple[tuple[int, int, int], bool]:
-    """The grid of a forward, and whether it is the cube of places.place: dense, and no side is too long for CUDA."""
+    """The grid of a forward, and whether it is the cube of places.place: wanted, and no side too long for CUDA."""
     units = problem.nheads * tile.num_dv
     num_blocks = programs(problem, tile.block_m, queries=True)
-    if not problem.varlen and units and problem.batch:
+    if tile.cube and units and problem.batch:
         rounds = blocks(units * problem.batch, together)
         cube = (blocks(units * problem.batch, rounds), num_blocks // problem.batch, rounds)
         if max(cube[1:]) <= GRID_LIMIT:

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     held: bool = False
     lazy: bool = False
     keys: int = 0  # only for problems whose queries see at least so many keys on average
+    line: bool = False  # programs in one dimension although the problem is dense (places.place)
     bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
 
 
@@ -55,8 +56,8 @@ _FORWARD_90: Table = (
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448", registers=128, joint=True, lazy=True),
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
-        " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549", overlap=True,
-        joint=True, lazy=True, keys=1000),
+        " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; programs in three"
+        " dimensions 16k c 2 % slower, 4k c 1 %", overlap=True, joint=True, lazy=True, keys=1000, line=True),
     Row(128, 64, 32, 4, 3, "three blocks resident: window of 1024 466; as the next row 462, as the one before 458;"
         " overlap alone, four stages 414, and lazy too 459", registers=168, overlap=True, joint=True, lazy=True,
         keys=700, bare=True),
@@ -240,6 +241,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         overlap=row.overlap,
         held=row.held,
         lazy=row.lazy,
+        cube=kernel == "forward" and not (row.line or problem.varlen),
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
