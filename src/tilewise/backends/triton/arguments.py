@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     window_right: int
     batch_offset: int  # added to the batch index in dropout's counter
     together: int  # heads whose blocks alternate in the order of programs (places.place)
-    by_nheads: Divisor  # a division takes a tenth of what comes before a forward's first load
+    by_nheads: Divisor  # so that nothing is divided before a dense forward can load
     by_group: Divisor
 
 
