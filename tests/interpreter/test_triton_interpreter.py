@@ -165,8 +165,10 @@ def test_lengths_that_differ(seqlens, features):
 @pytest.mark.parametrize("limit", [plans.GRID_LIMIT, 1])
 @pytest.mark.parametrize("heads", [(3, 1), (6, 2), (5, 5)])
 @pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=ids)
-def test_heads_that_do_not_fill_their_rounds(monkeypatch, features, heads, limit):
+def test_heads_that_do_not_fill_the_rounds_of_a_cube(monkeypatch, features, heads, limit):
     """The grid of three dimensions, or of one where a side is too long."""
+    choose = tiles.choose_row
+    monkeypatch.setattr(tiles, "choose_row", lambda *facts: choose(*facts)._replace(cube=True))
     monkeypatch.setattr(plans, "GRID_LIMIT", limit)
     monkeypatch.setattr(facts, "ROWS_TOGETHER", 4 * 45)
     check(Spec(batch=3, seqlen_q=37, seqlen_k=45, nheads=heads[0], nheads_k=heads[1], headdim=16, headdim_v=8,

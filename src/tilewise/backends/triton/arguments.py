@@ -142,7 +142,7 @@ class Tile(NamedTuple):
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
-    cube: bool = False  # the forward's programs are numbered in three dimensions (places.place)
+    cube: bool = False  # a dense forward's grid has three dimensions, and its programs begin and end in fewer steps
 
 
 class Config(NamedTuple):

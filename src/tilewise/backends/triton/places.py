@@ -18,6 +18,15 @@ def divided(number, divisor):
 
 
 @triton.jit
+def key_head(head, sizes, CUBE: tl.constexpr):
+    """The head of k and v for a query head."""
+    if CUBE:
+        return divided(head, sizes.by_group)
+    else:
+        return head // sizes.group
+
+
+@triton.jit
 def packed_sequence(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
     """The sequence that owns a slot, and the slot's number within it.
 
