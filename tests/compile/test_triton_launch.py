@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 from tests.compile import kernels
 from tilewise.backends.triton import launch
-from tilewise.backends.triton.arguments import Box, Config
+from tilewise.backends.triton.arguments import Box, Config, divisor_of
 from tilewise.backends.triton.launch import KNOWN_LIMIT, Descriptor, Launch, side_by_side
 from tilewise.backends.triton.tails import clear_tail_kernel
 
@@ -167,3 +167,12 @@ def test_kernels_are_the_same_however_they_were_compiled(device, monkeypatch, tm
     together = [launch._COMPILED[key].asm["cubin"] for key in keys]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     assert together == [kernels.build(one, "sm_90").asm["cubin"] for one in wanted]
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 8, 12, 24, 40, 641, 2**16 - 1, 2**16 + 1, 2**30 + 1, 2**31 - 1])
+def test_a_division_by_a_product(divisor):
+    """As places.divided does it, where a rounding error would show: around multiples and at the last number."""
+    product, shift = divisor_of(divisor)
+    for multiple in (0, divisor, 2 * divisor, (2**31 - 1) // divisor * divisor):
+        for number in range(max(multiple - 2, 0), min(multiple + 3, 2**31)):
+            assert (2 * number * (product % 2**32) >> 32) >> shift == number // divisor

@@ -107,6 +107,14 @@ def test_lengths(seqlens, features):
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [(3, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("features", [(), ("causal",), ("window_left", "causal")], ids=ids)
+def test_heads_that_do_not_fill_the_rounds_of_a_cube(features, headdim, heads):
+    check(Spec(batch=3, seqlen_q=1100, seqlen_k=1500, nheads=heads[0], nheads_k=heads[1], headdim=headdim,
+               headdim_v=headdim, dtype=BF16, device="cuda", features=features))  # fmt: skip
+
+
 @pytest.mark.parametrize("spread", [3e3, 1e4, 1e5])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_gradients_of_huge_scores(spread, dtype):

@@ -18,7 +18,7 @@ from tests.triton_checks import (
     ids,
     run,
 )
-from tilewise.backends.triton import tiles
+from tilewise.backends.triton import facts, plans, tiles
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
 
@@ -160,6 +160,19 @@ def test_vjp_whose_level_is_left_behind():
 @pytest.mark.parametrize("features", [("causal",), ("top_left", "window_left")], ids=ids)
 def test_lengths_that_differ(seqlens, features):
     check(Spec(batch=1, seqlen_q=seqlens[0], seqlen_k=seqlens[1], features=features, requires_grad="all"))
+
+
+@pytest.mark.parametrize("limit", [plans.GRID_LIMIT, 1])
+@pytest.mark.parametrize("heads", [(3, 1), (6, 2), (5, 5)])
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=ids)
+def test_heads_that_do_not_fill_the_rounds_of_a_cube(monkeypatch, features, heads, limit):
+    """The grid of three dimensions, or of one where a side is too long."""
+    choose = tiles.choose_row
+    monkeypatch.setattr(tiles, "choose_row", lambda *facts: choose(*facts)._replace(cube=True))
+    monkeypatch.setattr(plans, "GRID_LIMIT", limit)
+    monkeypatch.setattr(facts, "ROWS_TOGETHER", 4 * 45)
+    check(Spec(batch=3, seqlen_q=37, seqlen_k=45, nheads=heads[0], nheads_k=heads[1], headdim=16, headdim_v=8,
+               features=features))  # fmt: skip
 
 
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("bias",), ("q", "bias")], ids=ids)

@@ -27,6 +27,23 @@ class PairStride(NamedTuple):
     col: int
 
 
+class Divisor(NamedTuple):
+    """A divisor of numbers below 2**31, as the product and the shift that stand for it (places.divided)."""
+
+    multiplier: int  # 32 bits, stored as int32
+    shift: int
+
+
+def divisor_of(divisor: int) -> Divisor:
+    """The least power of two that reaches it bounds the error of the product, which then never reaches a whole.
+
+    Granlund and Montgomery, "Division by invariant integers using multiplication" (1994). By 0 nothing is divided.
+    """
+    shift = max(divisor - 1, 0).bit_length()
+    multiplier = 2 ** (31 + shift) // max(divisor, 1) + 1
+    return Divisor(multiplier - 2**32 if multiplier >= 2**31 else multiplier, shift)
+
+
 class Sizes(NamedTuple):
     """Lengths of one call. For varlen ``seqlen_q`` and ``seqlen_k`` are upper bounds of the sequences' lengths."""
 
@@ -41,6 +58,8 @@ class Sizes(NamedTuple):
     window_right: int
     batch_offset: int  # added to the batch index in dropout's counter
     together: int  # heads whose blocks alternate in the order of programs (places.place)
+    by_nheads: Divisor  # so that nothing is divided before a dense forward can load
+    by_group: Divisor
 
 
 class Scalars(NamedTuple):
@@ -123,6 +142,7 @@ class Tile(NamedTuple):
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
+    cube: bool = False  # a dense forward's grid has three dimensions, and its programs begin and end in fewer steps
 
 
 class Config(NamedTuple):

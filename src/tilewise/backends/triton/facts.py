@@ -8,7 +8,17 @@ from typing import NamedTuple
 import torch
 
 from tilewise import rng
-from tilewise.backends.triton.arguments import Box, Extras, ExtraStrides, Mode, PairStride, Scalars, Sizes, Stride
+from tilewise.backends.triton.arguments import (
+    Box,
+    Extras,
+    ExtraStrides,
+    Mode,
+    PairStride,
+    Scalars,
+    Sizes,
+    Stride,
+    divisor_of,
+)
 from tilewise.inputs import Inputs
 from tilewise.problem import SMALLEST_SCALE, Problem
 
@@ -216,6 +226,8 @@ def sizes_of(problem: Problem, inputs: Inputs) -> Sizes:
         window_right=right,
         batch_offset=inputs.batch_offset,
         together=heads_together(problem),
+        by_nheads=divisor_of(problem.nheads),
+        by_group=divisor_of(problem.group),
     )
 
 

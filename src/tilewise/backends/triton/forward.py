@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.follow import rescaled
-from tilewise.backends.triton.places import place
+from tilewise.backends.triton.places import key_head, place
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def load_keys(ptr, desc, stride, sizes, batch, head, k_start, n_begin, first, se
     """Channels [first, first + BLOCK) of the NUM of k or v, for the keys [n_begin, n_begin + block_n)."""
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, head // sizes.group, n_begin, first, key_begin,
-                       key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
+    return P.load_rows(ptr, desc, stride, batch, k_start, seqlen_k, key_head(head, sizes, TILE.cube), n_begin, first,
+                       key_begin, key_end, NUM, TILE.block_n, BLOCK, EDGE, MODE, TILE)
 
 
 @triton.jit
@@ -124,7 +124,10 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
     rescale = tl.full([TILE.block_m], 1.0, tl.float32)
     for n_block in tl.range(first, last, num_stages=TILE.stages):
         n_begin = n_block * TILE.block_n
-        before = tl.maximum(n_block - 1, first) * TILE.block_n
+        if TILE.cube:  # dense: in the first turn outside of the tensor, zeros that are not fetched
+            before = tl.where(n_block > first, n_block - 1, -1) * TILE.block_n
+        else:
+            before = tl.maximum(n_block - 1, first) * TILE.block_n
         cut = (n_block < full_first) | (n_block >= full_last)
         k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
                       TILE.headdim, TILE.block_d, False, MODE, TILE)
@@ -210,7 +213,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
                 SCALE_FIRST, MODE, TILE)
     if not SCALE_FIRST:
         row_max *= P.LN2
-    return acc, row_max, tl.sum(row_sum, 1)
+    return acc, row_max, row_sum if TILE.cube else tl.sum(row_sum, 1)
 
 
 @triton.jit
@@ -230,15 +233,15 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     """Grid: row blocks, head-dimension blocks of v, heads and batch in the order of places.py."""
     m_block, v_block, head, batch, q_start, seqlen_q = place(
         extras.cu_seqlens_q, sizes, sizes.seqlen_q, sizes.total_q, sizes.nheads, TILE.num_dv, TILE.block_m, True,
-        MODE.varlen, MODE.lower and MODE.upper and not MODE.varlen)
-    if MODE.varlen:
+        MODE.varlen, MODE.lower and MODE.upper and not MODE.varlen, TILE.cube)
+    if MODE.varlen or TILE.cube:
         if (m_block < 0) | (m_block * TILE.block_m >= seqlen_q):
             return
     k_start, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     m_begin = m_block * TILE.block_m
     q_ptr = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
-    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, head // sizes.group, MODE.align)
-    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, head // sizes.group, MODE.align)
+    k_ptr = P.head_address(k_ptr, strides.k, batch, k_start, key_head(head, sizes, TILE.cube), MODE.align)
+    v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, key_head(head, sizes, TILE.cube), MODE.align)
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
     if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result
@@ -257,7 +260,10 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
         q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start, m_block,
         v_block, seqlen_q, seqlen_k, MODE.scale_first, MODE, TILE)
     if not MODE.scale_first:
-        size = tl.max(tl.where(row_max == float("-inf"), 0.0, tl.abs(row_max)))
+        size = tl.where(row_max == float("-inf"), 0.0, tl.abs(row_max))
+        if TILE.cube:  # over the threads of a row too, which takes fewer barriers
+            size = size[:, None] + tl.zeros_like(row_sum)
+        size = tl.max(size)
         if size * P.LOG2E > P.EXACT_LIMIT:
             acc, row_max, row_sum = attend(
                 q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope, batch, head, k_start,
@@ -266,7 +272,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     sink = float("-inf")
     if MODE.sink:
         sink = tl.load(extras.sink + batch * extra_strides.sink_batch + head * extra_strides.sink_head)
-    out, lse = finish(acc, row_max, row_sum, sink, MODE.precise)
+    out, lse = finish(acc, row_max, tl.sum(row_sum, 1) if TILE.cube else row_sum, sink, MODE.precise)
     if MODE.dropout:
         out *= scalars.keep_scale
     out_ptr = P.head_address(out_ptr, strides.out, batch, q_start, head, MODE.align)

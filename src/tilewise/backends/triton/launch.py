@@ -247,17 +247,18 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        grid: int,
+        grid: int | tuple[int, int, int],
         pointers: tuple[Any, ...],
         tail: tuple[Any, ...],
         config: Config,
         device: torch.device,
     ) -> None:
-        self.kernel, self.grid, self.tail = kernel, grid, tail
+        self.kernel, self.tail = kernel, tail
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.index = device.index
         self.none = tuple(index for index, pointer in enumerate(pointers) if pointer is None)
         self.descriptors: tuple[tuple[int, Descriptor], ...] = ()
-        if INTERPRETED or not grid:
+        if INTERPRETED or 0 in self.grid:
             return
         wanted = Wanted(kernel, (*pointers, *tail), config, device)
         waiting = _WAITING.get()
@@ -286,17 +287,17 @@ class Launch:
         On a device an address may stand for a tensor.
         What the kernel was compiled without may be given and is not used.
         """
-        if not self.grid:
+        if 0 in self.grid:
             return
         if INTERPRETED:
             given = [None if index in self.none else pointer for index, pointer in enumerate(pointers)]
-            self.kernel[(self.grid,)](*given, *self.tail)
+            self.kernel[self.grid](*given, *self.tail)
             return
         arguments: list[Any] = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers]
         for index, descriptor in self.descriptors:  # from the last on: each takes several places
             arguments[index : index + 1] = descriptor.known.get(arguments[index]) or descriptor.at(arguments[index])
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        self.run(self.grid, 1, 1, stream, *self.fixed, *arguments, *self.tail)
+        self.run(*self.grid, stream, *self.fixed, *arguments, *self.tail)
 
 
 def _encoder(meta: Any) -> Callable[[Box], list[Any]]:

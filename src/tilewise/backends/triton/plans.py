@@ -20,6 +20,7 @@ from tilewise.problem import Problem
 
 TAIL_PROGRAMS = 64
 LIST_CHUNK = 1024
+GRID_LIMIT = 2**16 - 1  # of CUDA, for all dimensions of a grid but the first
 NO_EXTRAS = Extras()
 
 
@@ -101,6 +102,18 @@ def clear_lse(nheads: int, total: int, offsets: torch.Tensor) -> Launch:
     return Launch(clear_tail_kernel, TAIL_PROGRAMS, (torch.float32, offsets.dtype), tail, Config(4), offsets.device)
 
 
+def forward_grid(problem: Problem, tile: Tile, together: int) -> tuple[tuple[int, int, int], bool]:
+    """The grid of a forward, and whether it is the cube of places.place: wanted, and no side too long for CUDA."""
+    units = problem.nheads * tile.num_dv
+    num_blocks = programs(problem, tile.block_m, queries=True)
+    if tile.cube and units and problem.batch:
+        rounds = blocks(units * problem.batch, together)
+        cube = (blocks(units * problem.batch, rounds), num_blocks // problem.batch, rounds)
+        if max(cube[1:]) <= GRID_LIMIT:
+            return cube, True
+    return (num_blocks * units, 1, 1), False
+
+
 class ForwardPlan:
     """The launches of one forward."""
 
@@ -117,6 +130,9 @@ class ForwardPlan:
                 host.box_of(v, tile.block_n, tile.block_dv),
             )
         mode = host.mode_of(problem, marks)
+        sizes = host.forward_sizes(problem, inputs, mode)
+        grid, cube = forward_grid(problem, tile, sizes.together)
+        tile = tile._replace(cube=cube)
         self.lists = ListPlan(problem, inputs, marks, tile, "queries") if mode.lists else None
         q = inputs.q
         self.index = q.device.index
@@ -127,12 +143,11 @@ class ForwardPlan:
         tail = (
             Strides(q_stride, k_stride, v_stride, host.contiguous_stride(shape, marks.align)),
             host.extra_strides_of(inputs, marks, self.lists.stride if self.lists else host.NO_PAIRS),
-            host.forward_sizes(problem, inputs, mode),
+            sizes,
             host.scalars_of(problem),
             mode,
             tile,
         )
-        grid = programs(problem, tile.block_m, queries=True) * tile.num_dv * problem.nheads
         extras = types_of(inputs, mode.lists)
         pointers = (*[problem.dtype] * 4, torch.float32, *boxes, extras)
         self.has_extras = extras != NO_EXTRAS

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     held: bool = False
     lazy: bool = False
     keys: int = 0  # only for problems whose queries see at least so many keys on average
+    cube: bool = False  # see Tile
     bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
 
 
@@ -52,21 +53,24 @@ Table = tuple[Row, ...]
 _FORWARD_90: Table = (
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
-        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448", registers=128, joint=True, lazy=True),
+        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %", registers=128,
+        joint=True, lazy=True, cube=True),
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
-        " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549", overlap=True,
-        joint=True, lazy=True, keys=1000),
+        " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; with cube the"
+        " assembler orders the loop otherwise: 16k c and 4k c 4 % slower, 16k and 4k 2 %", overlap=True, joint=True,
+        lazy=True, keys=1000),
     Row(128, 64, 32, 4, 3, "three blocks resident: window of 1024 466; as the next row 462, as the one before 458;"
-        " overlap alone, four stages 414, and lazy too 459", registers=168, overlap=True, joint=True, lazy=True,
-        keys=700, bare=True),
+        " overlap alone, four stages 414, and lazy too 459; cube 2 to 3 % faster", registers=168, overlap=True,
+        joint=True, lazy=True, cube=True, keys=700, bare=True),
     Row(128, 64, 32, 4, 4, "three blocks resident: 1k c 390; with overlap instead of joint loads 381; 64x64, overlap"
-        " and joint loads 364", registers=168, joint=True, lazy=True, bare=True),
+        " and joint loads 364; cube 1k c 1 %, windows of 128 and 512 4 and 2 % faster", registers=168, joint=True,
+        lazy=True, cube=True, bare=True),
     Row(128, 64, 64, 4, 3, "for scores that cost registers: 1k c 376, window of 1024 435 with joint loads; without 361"
         "/428; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384", joint=True, lazy=True),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
-        "/618/640", overlap=True, joint=True, lazy=True, bare=True),
+        "/618/640; cube 16k c 1 % faster, 1k the same", overlap=True, joint=True, lazy=True, cube=True, bare=True),
     Row(256, 64, 32, 4, 3, "overlap waits after every product with a bias. Joint loads: 1k 526, 4k 601, c 525, 16k 607,"
         " c 610; without 505/571/508/562/583; 128x64, 8 warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385"
         " where this has 489", joint=True, lazy=True),
@@ -240,6 +244,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         overlap=row.overlap,
         held=row.held,
         lazy=row.lazy,
+        cube=row.cube and not problem.varlen,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
