@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-TURNERS = 2  # warps that transpose the v of fp8
 V_SLOTS = 2  # of v as it comes, and as many of v transposed
 OPEN = 1 << 30  # a band's bound that nothing reaches
 ALL, FREE = 4, -1  # of four quarters; the assembler chooses
@@ -180,6 +179,7 @@ class Fp8Tile(NamedTuple):
     small_registers: int  # of the other warps' threads
     columns: int = 0  # headdim_v
     turns: bool = True  # the consumers start their products in turn
+    turners: int = 2  # warps that transpose v
 
     @property
     def block_m(self) -> int:
@@ -194,7 +194,7 @@ class Fp8Tile(NamedTuple):
     @property
     def around_v(self) -> int:
         """The same of the transposed v, with as many warps as transpose it."""
-        return 128 * self.consumers + 32 * TURNERS
+        return 128 * self.consumers + 32 * self.turners
 
     @property
     def parts(self) -> int:
@@ -204,7 +204,7 @@ class Fp8Tile(NamedTuple):
     @property
     def keys_barrier(self) -> int:
         """First of the named barriers at which k slots are let go; Triton takes one for each partition and one more."""
-        return self.consumers + 4
+        return self.consumers + self.turners + 2
 
     @property
     def values_barrier(self) -> int:

@@ -1,7 +1,7 @@
 """The fp8 forward: q, k, v in e4m3, scores, softmax and sums in fp32, out in bf16.
 
 As the forward of ``forward.py``, with four differences. Warps of their own transpose v (``turn.py``). Probabilities
-are stored in e4m3, 2**RAISE times too large, so that those under 2**-17 are lost, not those under 2**-9
+are stored in e4m3, 2**RAISE times too large, so that those under 2**-15.5 are lost, not those under 2**-9
 (``softmax_fp8.py``). A consumer has nothing of its own under way at the same time, which leaves registers for more
 consumers (``walk_fp8.py``). And every block's product with v starts at zero and is added to fp32 registers, where the
 rescaling multiplies anyway: Hopper sums products of e4m3 with 13 bits after the point and cuts off the rest, which
@@ -28,7 +28,7 @@ from tilewise.backends.hopper.primitives import (
 )
 from tilewise.backends.hopper.rings import await_turn, begin_turns, fill, new_slots, place
 from tilewise.backends.hopper.rows_fp8 import descaled, finish, negate, of_stored, store_rows
-from tilewise.backends.hopper.turn import SLOTS, TURNERS, turner
+from tilewise.backends.hopper.turn import SLOTS, turner
 from tilewise.backends.hopper.walk_fp8 import PART, product_layout, walk
 from tilewise.backends.hopper.works import (
     await_block,
@@ -122,15 +122,24 @@ def forward_fp8_kernel(q_desc, k_desc, v_desc, pointers, sizes, scalars, MODE: g
     WIDTH: gl.constexpr = TILE.block_n if TILE.block_n < 128 else 128
     q_ring = new_ring(q_desc, CONSUMERS, 1)
     k_ring = new_slots(k_desc, TILE.stages, 1)
-    raw_ring = new_ring(v_desc, SLOTS, TURNERS)
+    raw_ring = new_ring(v_desc, SLOTS, TILE.turners)
     v_slots = gl.allocate_shared_memory(
         v_desc.dtype, [SLOTS, TILE.block_dv, TILE.block_n], gl.NVMMASharedLayout(WIDTH, 8, 2)
     )
-    v_ring = Slots(v_slots, new_barriers(SLOTS, TURNERS))
-    works = new_works(CONSUMERS + TURNERS)
+    v_ring = Slots(v_slots, new_barriers(SLOTS, TILE.turners))
+    works = new_works(CONSUMERS + TILE.turners)
     SMALL: gl.constexpr = TILE.small_registers
     fence_async_shared()
-    if CONSUMERS == 2:
+    if CONSUMERS == 2 and TILE.turners == 3:
+        gl.warp_specialize([
+            (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),
+            (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 1, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 0, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 1, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 2, MODE, TILE)),
+            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, sizes, MODE, TILE)),
+        ], [4, 1, 1, 1, 1], [TILE.registers, SMALL, SMALL, SMALL, SMALL])
+    elif CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),
             (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 1, MODE, TILE)),
@@ -138,6 +147,16 @@ def forward_fp8_kernel(q_desc, k_desc, v_desc, pointers, sizes, scalars, MODE: g
             (turner, (raw_ring, v_ring, works, sizes, 1, MODE, TILE)),
             (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, sizes, MODE, TILE)),
         ], [4, 1, 1, 1], [TILE.registers, SMALL, SMALL, SMALL])
+    elif CONSUMERS == 3 and TILE.turners == 3:
+        gl.warp_specialize([
+            (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),
+            (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 1, MODE, TILE)),
+            (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 2, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 0, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 1, MODE, TILE)),
+            (turner, (raw_ring, v_ring, works, sizes, 2, MODE, TILE)),
+            (producer, (q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, sizes, MODE, TILE)),
+        ], [4, 4, 1, 1, 1, 1], [TILE.registers, TILE.registers, SMALL, SMALL, SMALL, SMALL])
     elif CONSUMERS == 3:
         gl.warp_specialize([
             (consumer, (q_ring, k_ring, v_ring, works, pointers, sizes, scalars, 0, MODE, TILE)),

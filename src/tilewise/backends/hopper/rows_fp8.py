@@ -13,7 +13,7 @@ from tilewise.backends.hopper.primitives import publish
 from tilewise.backends.hopper.softmax import finish_rows
 
 SIGNS = gl.constexpr(0x80808080 - (1 << 32))  # of the four numbers in an int32
-LOWER = gl.constexpr(2.0**-7)  # 2**-RAISE
+LOWER = gl.constexpr(2.0**-5.5)  # 2**-RAISE
 
 
 @gluon.jit

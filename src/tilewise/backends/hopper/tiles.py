@@ -22,9 +22,10 @@ PROCESSORS = 132  # multiprocessors of an H200, for choosing among tiles
 _FP8 = {
     (64, 64): Fp8Tile(128, 64, 64, 2, 3, 160, 32),
     # +9 % full and +15 % causal over two warpgroups with products and softmax under way together
-    (128, 128): Fp8Tile(128, 128, 128, 2, 3, 160, 32),
-    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 32),
-    (256, 128): Fp8Tile(128, 256, 128, 2, 3, 160, 32),
+    (128, 128): Fp8Tile(128, 128, 128, 2, 3, 160, 32, turners=3),
+    # a third warp that transposes v: +1 % full and +2 % causal at 16384, with 128 channels the same as two
+    (256, 256): Fp8Tile(128, 256, 256, 2, 2, 240, 32, turners=3),
+    (256, 128): Fp8Tile(128, 256, 128, 2, 3, 160, 32, turners=3),
 }
 # +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
 _FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)

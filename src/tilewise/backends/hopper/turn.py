@@ -21,7 +21,6 @@ from tilewise.backends.hopper.primitives import key_blocks, matrix
 from tilewise.backends.hopper.rings import place
 from tilewise.backends.hopper.works import await_block, read_work
 
-TURNERS = gl.constexpr(arguments.TURNERS)
 SLOTS = gl.constexpr(arguments.V_SLOTS)
 KEYS = gl.constexpr(32)  # what one warp turns at a time
 DIM = gl.constexpr(64)
@@ -40,8 +39,8 @@ def turn_layout(keys: int, pairs: int) -> Any:
 
 
 @gluon.jit
-def turn(raw, turned, INDEX: gl.constexpr):
-    """Transposes one of TURNERS parts of a tile's keys, KEYS by DIM at a time, which is what the few registers hold.
+def turn(raw, turned, INDEX: gl.constexpr, WARPS: gl.constexpr):
+    """Transposes a warp's share of a tile, KEYS by DIM at a time, which is what the few registers hold.
 
     Channels travel in pairs of 16 bits. Words of two keys, and the same eight keys on, hold the pair's two channels of
     four keys; the byte permutation makes a word of each channel.
@@ -52,16 +51,16 @@ def turn(raw, turned, INDEX: gl.constexpr):
     LAYOUT: gl.constexpr = turn_layout(KEYS, PAIRS)
     pairs = raw._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2))
     target = turned._reinterpret(gl.int16, [WIDTH, HEIGHT // 2], gl.NVMMASharedLayout(min(HEIGHT, 128), 16, 2))
-    PART: gl.constexpr = HEIGHT // TURNERS
-    for key in gl.static_range(PART * INDEX, PART * (INDEX + 1), KEYS):
-        for pair in gl.static_range(0, WIDTH // 2, PAIRS):
-            x = pairs.slice(key, KEYS, 0).slice(pair, PAIRS, 1).load(LAYOUT)
-            x = gl.inline_asm_elementwise(
-                "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [x], dtype=gl.int16,
-                is_pure=True, pack=4,
-            )  # fmt: skip
-            x = x.reshape([KEYS // 16, 2, 8, PAIRS // 8, 8]).permute([3, 1, 4, 0, 2]).reshape([DIM, KEYS // 2])
-            target.slice(2 * pair, DIM, 0).slice(key // 2, KEYS // 2, 1).store(x)
+    ACROSS: gl.constexpr = WIDTH // DIM
+    PARTS: gl.constexpr = HEIGHT // KEYS * ACROSS
+    for i in gl.static_range(PARTS * INDEX // WARPS, PARTS * (INDEX + 1) // WARPS):
+        x = pairs.slice(i // ACROSS * KEYS, KEYS, 0).slice(i % ACROSS * PAIRS, PAIRS, 1).load(LAYOUT)
+        x = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [x], dtype=gl.int16,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+        x = x.reshape([KEYS // 16, 2, 8, PAIRS // 8, 8]).permute([3, 1, 4, 0, 2]).reshape([DIM, KEYS // 2])
+        target.slice(i % ACROSS * DIM, DIM, 0).slice(i // ACROSS * KEYS // 2, KEYS // 2, 1).store(x)
 
 
 @gluon.jit
@@ -80,7 +79,7 @@ def turner(raw_ring, v_ring, works, sizes, INDEX: gl.constexpr, MODE: gl.constex
             mbarrier.wait(raw_ring.full.index(slot), count & 1)
             if count > 0:
                 await_all(TILE.values_barrier + slot, TILE.around_v)
-            turn(matrix(raw_ring.slots.index(slot)), v_ring.slots.index(slot), INDEX)
+            turn(matrix(raw_ring.slots.index(slot)), v_ring.slots.index(slot), INDEX, TILE.turners)
             fence_async_shared()
             mbarrier.arrive(raw_ring.empty.index(slot), count=1)
             mbarrier.arrive(v_ring.full.index(slot), count=1)

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.rings import await_turn, let_go, pass_turn, place
 from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, descaled, of_stored, times_rows
 from tilewise.backends.hopper.softmax_fp8 import block_softmax, new_state
 from tilewise.backends.hopper.turn import SLOTS
+from tilewise.backends.hopper.works import seen_rows
 
 PART = gl.constexpr(64)  # channels
 
@@ -104,17 +105,37 @@ def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, s
 
 
 @gluon.jit
+def leave_out(it, k_ring, v_ring, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Lets the ``it``-th block go unread, and the turn by. The consumer has the turn before and after."""
+    slot, phase = place(it, TILE.stages)
+    mbarrier.wait(k_ring.full.index(slot), phase & 1)
+    let_go(it, TILE.keys_barrier, TILE)
+    pass_turn(INDEX, TILE)
+    slot, phase = place(it, SLOTS)
+    mbarrier.wait(v_ring.full.index(slot), phase & 1)
+    tell(TILE.values_barrier + slot, TILE.around_v)
+    await_turn(INDEX, TILE)
+
+
+@gluon.jit
 def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
          TILE: gl.constexpr):
     """All blocks of a tile: unscaled out, a part after the other, and the softmax state."""
     BLOCK_N: gl.constexpr = TILE.block_n
-    blocks = rows.blocks
     row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
     row_sum = new_state(0.0, BLOCK_N, product_layout(BLOCK_N))
     o = (no_part(),)
     for _ in gl.static_range(TILE.parts - 1):
         o = o + (no_part(),)  # type: ignore[assignment]
     await_turn(INDEX, TILE)
+    if MODE.upper and not MODE.lower:  # the first of a tile's warpgroups see less than the last
+        unseen = rows.blocks.last
+        rows = seen_rows(rows, TILE, MODE)
+        unseen -= rows.blocks.last
+        for t in range(0, unseen):
+            leave_out(it + t, k_ring, v_ring, INDEX, TILE)
+        it += unseen
+    blocks = rows.blocks
     o, row_max, row_sum = step(0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars, True,
                                INDEX, MODE, TILE)
     first = 1
