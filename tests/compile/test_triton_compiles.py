@@ -15,6 +15,7 @@ from tests.compile.kernels import TARGETS, build, launches
 from tests.compile.spills import MEASURED, loops, serialised
 from tilewise.backends.triton import tiles
 from tilewise.backends.triton.facts import INTERPRETED
+from tilewise.problem import GRAD_NAMES
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 FEATURES: dict[str, dict[str, object]] = {
@@ -23,6 +24,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "window": {"window_left": 100, "window_right": 0, "causal": "top_left"},
     "softcap": {"softcap": 30.0},
     "dropout": {"dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64)},
+    "dropout_causal": {"dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64), "causal": "bottom_right"},
     "bias": {"bias": torch.zeros(2, 2, 64, 96)},
     "bias_shared": {"bias": torch.zeros(1, 1, 64, 96)},
     "mask": {"mask": torch.ones(2, 1, 64, 96, dtype=torch.bool)},
@@ -140,6 +142,13 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
     for keys, headdims, features, expanded in BY_KEYS:
         monkeypatch.setattr(tiles, "keys_of_a_query", lambda problem, keys=keys: keys)
         launches("sm_90", *tensors(headdims, torch.bfloat16, expanded), False, **FEATURES[features])
+    monkeypatch.undo()
+    monkeypatch.setattr(tiles, "choose_row", record)
+    for scores, band, headdim in [case.values for case in costly_cases()]:
+        for names in (GRAD_NAMES, ("k",), ("v",)):
+            q, k, v = tensors((headdim, headdim), torch.bfloat16)
+            for backward in (False, True):
+                launches("sm_90", q, k, v, backward, names, **{**SCORES[scores], **BANDS[band]})
     rows = {(kernel, row) for kernel, table in tiles._TABLES_90.items() for row in table}
     assert {(kernel, row.dim) for kernel, row in rows - chosen} == {("keys", 256)}  # splits_keys never asks for it
 
@@ -210,6 +219,7 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
 
 
 def costly_cases():
+    """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     for scores in SCORES:
         for band in ("plain", "causal"):
             for headdim in (64, 128, 256):
@@ -217,7 +227,7 @@ def costly_cases():
                 yield pytest.param(scores, band, headdim, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("scores", "band", "headdim"), costly_cases())
+@pytest.mark.parametrize(("scores", "band", "headdim"), list(costly_cases()))
 def test_the_main_loops_do_not_spill_where_scores_cost_registers(scores, band, headdim):
     q, k, v = tensors((headdim, headdim), torch.bfloat16)
     for kernel, _, loop in main_loops(q, k, v, {**SCORES[scores], **BANDS[band]}):

@@ -52,8 +52,8 @@ Table = tuple[Row, ...]
 
 # H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 4k 4 x 4096, 16k 1 x 16384, c causal.
 # A row's figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
-# multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier. Times in ms are of
-# 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
+# multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
+# Times in ms are of 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
 _FORWARD_90: Table = (
     Row(64, 64, 32, 4, 3, "4k c 1.32 ms; 64x64 2.62, and lazy, 128 registers 4.34 with 497 spills a turn",
         registers=168, joint=True, having=("banded dropout",)),
