@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import threading
 from dataclasses import dataclass
 
@@ -52,6 +53,12 @@ def triton_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def at_least(version: str | None, wanted: tuple[int, int]) -> bool:
+    """Whether a version such as "3.6.0+git" is that new; None is no version."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= wanted
 
 
 @functools.cache

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton
 
+from tests.compile.spills import PTXAS, TOOLS
 from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8
 from tilewise.descale import FP8, blocks_of
 from tilewise.fp8 import describe_scaled
 from tilewise.inputs import Arguments, describe
 
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have
 
 
@@ -104,9 +103,9 @@ def machine(wanted: Wanted, folder: Path) -> Machine:
     compiled = launch.compile_kernel(wanted.kernel, wanted.arguments, wanted.num_warps)
     ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
     ptx.write_text(compiled.asm["ptx"])
-    command = [BIN / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
+    command = [PTXAS, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
     return Machine(
         shared=compiled.metadata.shared,
         serialized="serialized" in log,

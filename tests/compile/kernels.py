@@ -66,6 +66,7 @@ def launches(
     v: torch.Tensor,
     backward: bool,
     names: tuple[str, ...] = GRAD_NAMES,
+    has_dlse: bool = True,
     **options: Any,
 ) -> list[Wanted]:
     """What one call on CPU tensors would launch on ``arch``, every gradient asked for, or those of ``names``."""
@@ -79,7 +80,7 @@ def launches(
     facts = DeviceFacts(type="cuda", arch=arch, multiprocessors=132, shared_memory=TARGETS[arch][1], triton="3.6.0")
     with recorded(facts) as wanted:
         if backward:
-            backward_plan.BackwardPlan(problem, inputs, (q, k, v, out, out), True)
+            backward_plan.BackwardPlan(problem, inputs, (q, k, v, out, out), has_dlse)
         else:
             plans.ForwardPlan(problem, inputs, (q, k, v))
     return wanted

@@ -115,6 +115,18 @@ def test_heads_that_do_not_fill_the_rounds_of_a_cube(features, headdim, heads):
                headdim_v=headdim, dtype=BF16, device="cuda", features=features))  # fmt: skip
 
 
+BANDS = [("causal",), ("top_left",), ("window_left",), ("top_left", "window_left")]
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("seqlens", [(332, 200), (333, 200), (200, 333)], ids=str)
+@pytest.mark.parametrize("features", BANDS, ids=ids)
+def test_bands_that_leave_out_keys_or_queries(headdim, seqlens, features):
+    """A piece of lse that began at a number no multiple of four was an illegal instruction."""
+    check(Spec(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], headdim=headdim, headdim_v=headdim, dtype=BF16,
+               device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
 @pytest.mark.parametrize("spread", [3e3, 1e4, 1e5])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_gradients_of_huge_scores(spread, dtype):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilewise
-from tilewise.device import DeviceFacts, device_facts, triton_version
+from tilewise.device import DeviceFacts, at_least, device_facts, triton_version
 from tilewise.dispatch import registry
 from tilewise.dispatch.backend import Reason
 from tilewise.dispatch.choose import choose, choose_among, choose_derivative, refusal, survey
@@ -221,3 +222,19 @@ def test_explain_refuses_a_device_that_is_not_there() -> None:
     q = torch.empty(1, 8, 1, 8, device="meta")
     with pytest.raises(tilewise.InvalidInput, match="device: is 'toaster', must be a device of this machine"):
         tilewise.explain(q, q, q, device="toaster")
+
+
+@pytest.mark.parametrize("version", [None, "3.5.1", "2.3.0+git"])
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_an_older_triton_is_refused_with_the_version_it_needs(name: str, version: str | None) -> None:
+    q = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta")
+    found = tilewise.explain(q, q, q, backend=name, device=dataclasses.replace(H200, triton=version))
+    assert found.backend is None
+    assert f"{name}: triton: has {version or 'none'}, needs >= 3.6" in str(found)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.10.0+git0123abc", "4.0.0rc1"])
+def test_a_newer_triton_is_taken(version: str) -> None:
+    assert at_least(version, (3, 6))
+    q = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert tilewise.explain(q, q, q, device=dataclasses.replace(H200, triton=version)).backend == "hopper"

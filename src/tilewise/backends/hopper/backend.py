@@ -8,7 +8,7 @@ import torch
 
 from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, fp8_tile, rate, seen_keys
 from tilewise.descale import FP8
-from tilewise.device import DeviceFacts
+from tilewise.device import DeviceFacts, at_least
 from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
 from tilewise.inputs import Inputs
 from tilewise.masks import band, kept_pairs
@@ -19,18 +19,13 @@ PLANS = 4096
 OVERHEAD = 1.0e-5  # seconds
 
 
-def _version(text: str | None) -> tuple[int, ...]:
-    parts = (text or "0").split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdigit())
-
-
 def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
     found = []
     if problem.device_type != "cuda":
         found.append(Reason("device", problem.device_type, "cuda"))
     if facts.arch != "sm_90":
         found.append(Reason("arch", facts.arch or "unknown", "sm_90"))
-    if facts.triton is None or _version(facts.triton) < TRITON:
+    if not at_least(facts.triton, TRITON):
         found.append(Reason("triton", facts.triton or "none", ">= " + ".".join(map(str, TRITON))))
     if problem.dtype not in (torch.float16, torch.bfloat16, FP8):
         found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16, bf16 or fp8"))

@@ -37,7 +37,9 @@ from tilewise.backends.hopper.primitives import (
     new_tickets,
     publish,
     read_ticket,
+    reinterpret,
     rows_at,
+    store_box,
 )
 
 
@@ -117,8 +119,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     # dk leaves through the memory of ds, dv through that of dq: the next tile's loads need not wait for them
     DK_SLOTS: gl.constexpr = [4 * ROWS // BLOCK_D] + dk_desc.block_type.shape
     DV_SLOTS: gl.constexpr = [256 // BLOCK_D] + dv_desc.block_type.shape
-    dk_smem = shared.ds._reinterpret(DTYPE, DK_SLOTS, dk_desc.layout).index(INDEX)
-    dv_smem = shared.dq._reinterpret(DTYPE, DV_SLOTS, dv_desc.layout).index(INDEX)
+    dk_smem = reinterpret(shared.ds, DTYPE, DK_SLOTS, dk_desc.layout).index(INDEX)
+    dv_smem = reinterpret(shared.dq, DTYPE, DV_SLOTS, dv_desc.layout).index(INDEX)
     tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
@@ -164,10 +166,10 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         hand_over_dq(dq, shared, it - 1, INDEX)
         meet()
         publish(matrix(dk_smem), (dk * scalars.softmax_scale).to(DTYPE))
-        tma.async_copy_shared_to_global(dk_desc, rows_at(work.k, work.head, key0, MODE), dk_smem)
+        store_box(dk_desc, rows_at(work.k, work.head, key0, MODE), dk_smem)
         mbarrier.wait(shared.dq_added.index(INDEX), (it & 1) ^ 1)
         publish(matrix(dv_smem), dv.to(DTYPE))
-        tma.async_copy_shared_to_global(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
+        store_box(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
         tile = read_ticket(tickets, n)
         n += 1
     tma.store_wait(0)

@@ -23,6 +23,7 @@ from tilewise.backends.hopper.primitives import (
     count_tiles,
     draw_ticket,
     load,
+    load_box,
     new_barriers,
     new_ring,
     packed_sequence,
@@ -124,8 +125,8 @@ def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr
     slot = it % STAGES
     await_slot(it, STAGES, READ)
     mbarrier.expect(tiles.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
-    tma.async_copy_global_to_shared(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
+    load_box(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
+    load_box(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
 
 
 @gluon.jit

@@ -27,7 +27,17 @@ from tilewise.backends.hopper.backward_parts import (
 )
 from tilewise.backends.hopper.backward_scores import power_below, probabilities, start_over_channels
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
-from tilewise.backends.hopper.primitives import LOG2E, count_tiles, matrix, new_tickets, publish, read_ticket, rows_at
+from tilewise.backends.hopper.primitives import (
+    LOG2E,
+    count_tiles,
+    matrix,
+    new_tickets,
+    publish,
+    read_ticket,
+    reinterpret,
+    rows_at,
+    store_box,
+)
 
 KEYS = gl.constexpr(64)
 ROWS = gl.constexpr(64)
@@ -96,7 +106,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     DTYPE: gl.constexpr = dk_desc.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OUT_SLOTS: gl.constexpr = [2] + dk_desc.block_type.shape
-    out_smem = shared.dq._reinterpret(DTYPE, OUT_SLOTS, dk_desc.layout).index(INDEX)
+    out_smem = reinterpret(shared.dq, DTYPE, OUT_SLOTS, dk_desc.layout).index(INDEX)
     tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
     tile = gl.program_id(0)
     n = 0
@@ -128,10 +138,10 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         mbarrier.arrive(shared.v.empty.index(0), count=1)
         mbarrier.wait(shared.dq_added.index(INDEX), 1)  # the writer has read this tile's last part
         publish(matrix(out_smem), (dk * scalars.softmax_scale).to(DTYPE))
-        tma.async_copy_shared_to_global(dk_desc, rows_at(work.k, work.head, key0, MODE, INDEX * HALF), out_smem)
+        store_box(dk_desc, rows_at(work.k, work.head, key0, MODE, INDEX * HALF), out_smem)
         tma.store_wait(0)
         publish(matrix(out_smem), dv.to(DTYPE))
-        tma.async_copy_shared_to_global(dv_desc, rows_at(work.k, work.head, key0, MODE, INDEX * HALF), out_smem)
+        store_box(dv_desc, rows_at(work.k, work.head, key0, MODE, INDEX * HALF), out_smem)
         tile = read_ticket(tickets, n)
         n += 1
         tma.store_wait(0)

@@ -14,6 +14,7 @@ from tilewise.backends.hopper.primitives import (
     matrix,
     publish,
     rows_at,
+    store_box,
     take_ticket,
 )
 from tilewise.backends.hopper.products import real_channels
@@ -85,7 +86,7 @@ def copy_out(o, o_desc, o_smem, work, row0, MODE: gl.constexpr, COL: gl.constexp
     """Columns from COL on of 64 rows of out, once the copy before has left the shared memory."""
     tma.store_wait(0)
     publish(matrix(o_smem).slice(0, o.shape[1], 1), o.to(o_desc.dtype))
-    tma.async_copy_shared_to_global(o_desc, rows_at(work.q, work.head, row0, MODE, COL), o_smem)
+    store_box(o_desc, rows_at(work.q, work.head, row0, MODE, COL), o_smem)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def _constants(value: Any, path: tuple[int, ...]) -> dict[tuple[int, ...], Any]:
     return {path: None} if value is None else {}
 
 
+@functools.cache
+def _computed(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if isinstance(getattr(kind, name), property))
+
+
+def with_computed(value: Any) -> Any:
+    """A named tuple with its properties as fields, which is all that triton keeps of a compile-time one from 3.7 on."""
+    kind: Any = type(value)
+    names = _computed(kind)
+    if not isinstance(value, tuple) or not names:
+        return value
+    whole: Any = namedtuple(kind.__name__, (*kind._fields, *names))  # type: ignore[misc]
+    return whole(*value, *(getattr(value, name) for name in names))
+
+
 def source(kernel: Any, arguments: tuple[Any, ...]) -> ASTSource:
     """What Triton compiles: types of the run-time arguments, values of the compile-time ones."""
     types: dict[str, Any] = {}
@@ -56,7 +72,7 @@ def source(kernel: Any, arguments: tuple[Any, ...]) -> ASTSource:
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
         if parameter.is_constexpr:
             types[parameter.name] = "constexpr"
-            constants[(index,)] = value
+            constants[(index,)] = with_computed(value)
         else:
             types[parameter.name] = _type_of(value)
             constants.update(_constants(value, (index,)))
@@ -87,7 +103,7 @@ def settle(kernel: Any) -> None:
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], num_warps: int = 4) -> CompiledKernel:
     """The kernel for sm_90a, from Triton's disk cache when it has been compiled before."""
     settle(kernel)
-    options = make_backend(TARGET).parse_options({"num_warps": num_warps})
+    options = make_backend(TARGET).parse_options({"num_warps": num_warps, "enable_fp_fusion": True})
     compiled: CompiledKernel = triton.compile(source(kernel, arguments), TARGET, options.__dict__)
     return compiled
 

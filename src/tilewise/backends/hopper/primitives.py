@@ -19,6 +19,19 @@ RAGGED = gl.constexpr(1 << 30)  # rows of a packed descriptor: see maps.packed_m
 TICKETS = gl.constexpr(2)
 
 
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the first from triton 3.7 on
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the second from triton 3.7 on
+
+
+@gluon_core.builtin
+def reinterpret(smem, dtype, shape, layout, _semantic=None):
+    """The same shared memory as a tile of another type, shape and layout."""
+    unwrap = gluon_core._unwrap_if_constexpr
+    return _semantic.memdesc_reinterpret(smem, unwrap(dtype), [unwrap(size) for size in shape], unwrap(layout))
+
+
 @gluon_core.builtin
 def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
     """Add a tile of shared memory to global memory; counts as a bulk store for ``tma.store_wait``."""
@@ -82,7 +95,7 @@ def load(ring, slot, count, desc, coord):
     """Fill ``slot`` for the ``count``-th time (from 0) once its readers have let it go."""
     mbarrier.wait(ring.empty.index(slot), (count & 1) ^ 1)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot))
+    load_box(desc, coord, ring.full.index(slot), ring.slots.index(slot))
 
 
 @gluon.jit

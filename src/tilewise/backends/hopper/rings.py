@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.hopper.arguments import Slots
 from tilewise.backends.hopper.barriers import await_all, tell
-from tilewise.backends.hopper.primitives import new_barriers, rows_at
+from tilewise.backends.hopper.primitives import load_box, new_barriers, rows_at
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def fill(ring, slot, count, number, threads, desc, span, head, row, MODE: gl.con
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes * PARTS)
     for i in gl.static_range(PARTS):
         coord = rows_at(span, head, row, MODE, i * desc.block_type.shape[-1])
-        tma.async_copy_global_to_shared(desc, coord, ring.full.index(slot), ring.slots.index(slot * PARTS + i))
+        load_box(desc, coord, ring.full.index(slot), ring.slots.index(slot * PARTS + i))
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.arguments import Scalars
 from tilewise.backends.hopper.follow import by_threads, over_groups
-from tilewise.backends.hopper.primitives import publish
+from tilewise.backends.hopper.primitives import publish, reinterpret, thread_barrier
 from tilewise.backends.hopper.softmax import finish_rows
 
 SIGNS = gl.constexpr(0x80808080 - (1 << 32))  # of the four numbers in an int32
@@ -42,9 +42,9 @@ def negate(tile):
     WORDS: gl.constexpr = tile.shape[1] // 4
     WIDTH: gl.constexpr = tile.shape[1] if tile.shape[1] < 128 else 128
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    words = tile._reinterpret(gl.int32, [ROWS, WORDS], gl.NVMMASharedLayout(WIDTH, 32, 2))
+    words = reinterpret(tile, gl.int32, [ROWS, WORDS], gl.NVMMASharedLayout(WIDTH, 32, 2))
     publish(words, words.load(LAYOUT) ^ SIGNS)
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

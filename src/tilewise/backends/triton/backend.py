@@ -13,12 +13,13 @@ import torch
 from tilewise import masks
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton.facts import INTERPRETED
-from tilewise.device import DeviceFacts
+from tilewise.device import DeviceFacts, at_least
 from tilewise.dispatch.backend import Gradients, Reason, State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON = (3, 6)  # the oldest whose language and launcher the kernels are written for
 PLAN_LIMIT = 4096  # plans hold no tensors; past this many the cache starts anew
 
 
@@ -34,8 +35,10 @@ class Triton:
     def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
         """Every feature, forward and backward; not fp64, and second derivatives are the cpu backend's."""
         reasons = []
-        if facts.triton is None:
-            reasons.append(Reason("triton", "not installed", "triton 3.6", "pip install triton"))
+        if not at_least(facts.triton, TRITON):
+            wanted = ".".join(map(str, TRITON))
+            hint = f"pip install 'triton>={wanted}'"
+            reasons.append(Reason("triton", facts.triton or "none", f">= {wanted}", hint))
         if facts.type != "cuda" and not INTERPRETED:
             reasons.append(Reason("device", facts.type, "cuda", "TRITON_INTERPRET=1 runs it slowly on the CPU"))
         if facts.arch.startswith("sm_") and int(facts.arch[3:]) < 80:

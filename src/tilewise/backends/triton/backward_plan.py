@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise import masks
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
 from tilewise.backends.triton.arguments import Config, Grads, Tile
@@ -151,9 +152,13 @@ class BackwardPlan:
         problem, dtype = self.problem, self.problem.dtype
         tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         tile = tile._replace(held=tile.held and tile.boxes and self._has_registers_for_k(tile))
+        clipped = tile.boxes and self._starts_at_a_statistic()
+        tile = tile._replace(clipped=clipped, joint=tile.joint or clipped and tile.block_d == tiles.PART)
         boxes: tuple[Any, ...] = (None,) * 6
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)
+            _, end = masks.query_range(masks.band(problem), 0, problem.seqlen_k, problem.seqlen_q)
+            q, dout = (host.until(tensor, end) if tile.clipped else tensor for tensor in (q, dout))
             q_box, dout_box = host.box_of(q, tile.block_m, tile.block_d), host.box_of(dout, tile.block_m, tile.block_dv)
             k_box = host.box_of(inputs.k, tile.block_n, tile.block_d) if tile.held else None
             boxes = (q_box, dout_box, line, line if self.mode.two_parts else None, line, k_box)
@@ -165,6 +170,14 @@ class BackwardPlan:
         launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
         return KeyLaunch(launch, grads, lists)
 
+    def _starts_at_a_statistic(self) -> bool:
+        """Whether the first query that sees a key is known to be one whose lse the copy engine can begin at."""
+        problem, mode = self.problem, self.mode
+        if not mode.unseen or mode.lists:
+            return False
+        first, _ = masks.query_range(masks.band(problem), 0, problem.seqlen_k, problem.seqlen_q)
+        return not mode.upper if problem.varlen else first % host.LINE_ROWS == 0
+
     def _has_registers_for_k(self, tile: Tile) -> bool:
         """Whether a large k may stay in registers: only beside products and at most an upper bound, or much spills."""
         mode = self.mode
@@ -173,9 +186,12 @@ class BackwardPlan:
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
         tile, config = self._shape("queries")
+        changed = self.mode.lists or self.mode.bias or self.mode.dropout  # whose keys are read by fours and eights
+        tile = tile._replace(clipped=tile.boxes and self.mode.unseen and not changed)
         boxes: tuple[Any, Any] = (None, None)
         if tile.boxes:
-            k, v = inputs.k, inputs.v
+            _, end = masks.key_range(masks.band(problem), 0, problem.seqlen_q, problem.seqlen_k)
+            k, v = (host.until(tensor, end) if tile.clipped else tensor for tensor in (inputs.k, inputs.v))
             boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
         grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",

@@ -84,11 +84,19 @@ def box_of(tensor: torch.Tensor, rows: int, channels: int, clipped: bool = True)
     return Box(tensor.dtype, sizes, (2**34 - row, row, head, row, 1), (1, 1, 1, rows, channels))
 
 
+def until(tensor: torch.Tensor, end: int) -> torch.Tensor:
+    """The rows of a dense tensor before ``end``; at least one, as no descriptor is of nothing."""
+    return tensor[:, : max(end, 1)] if tensor.ndim == 4 else tensor
+
+
 def statistics_rows(problem: Problem) -> int:
     """Numbers in the backward's lse, as primitives.statistic_index counts."""
     if problem.varlen:
         return problem.nheads * (problem.total_q // STATISTICS + problem.batch + 1) * STATISTICS
     return problem.nheads * problem.batch * -(-problem.seqlen_q // STATISTICS) * STATISTICS
+
+
+LINE_ROWS = 4  # of 16 bytes, at whose multiples a piece of such a line has to start
 
 
 def line_of(numbers: int, block: int) -> Box:

@@ -67,7 +67,11 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     p = at_most_one(probabilities(s, lse, log_sum, scalars, MODE))
     if KIND == "banded":
         if cut:
-            p = tl.where(B.keep_band(i, j, lower, upper, MODE), p, 0.0)
+            keep = B.keep_band(i, j, lower, upper, MODE)
+            if TILE.clipped:  # past the end lies another head's lse
+                keep &= i < row_end
+                delta = tl.where(i < row_end, delta, 0.0)
+            p = tl.where(keep, p, 0.0)
     if not JOINT:
         dout = P.load_rows(dout_ptr, dout_desc, strides.dout, batch, q_start, seqlen_q, head, m_begin, v_first,
                            row_begin, row_end, TILE.headdim_v, TILE.block_m, TILE.block_dv, EDGE, MODE, TILE)
@@ -146,15 +150,25 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
     dk = tl.full([TILE.block_n, TILE.block_d], 0.0, tl.float32)
     dv = tl.full([TILE.block_n, TILE.block_dv], 0.0, tl.float32)
 
-    reachable = tl.where(n_begin < seqlen_k, seqlen_q, 0)
-    first, full_first, full_last, last = B.query_blocks(n_begin, n_end, lower, upper, reachable, TILE.block_m, MODE)
     row_begin, row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
-        first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, TILE.boxes)
+    origin = row_begin if TILE.clipped else 0
+    seeing = tl.maximum(row_end - row_begin, 0) if TILE.clipped else seqlen_q
+    reachable = tl.where(n_begin < seqlen_k, seeing, 0)
+    first, full_first, full_last, last = B.query_blocks(n_begin, n_end, lower + origin, upper + origin, reachable,
+                                                        TILE.block_m, MODE)
+    inner_first, inner_last = first, last
+    if TILE.clipped:
+        full_last = tl.minimum(full_last, seeing // TILE.block_m)
+        first_row = origin + first * TILE.block_m
+        full_begin = origin + full_first * TILE.block_m
+        full_end = origin + full_last * TILE.block_m
+    else:
+        inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+            first, full_first, full_last, last, row_begin, row_end, seqlen_q, TILE.block_m, TILE.boxes)
     num_inner = inner_last - inner_first
     num_outer = inner_first - first + last - inner_last
     INNER: tl.constexpr = "banded" if MODE.band else "full"
-    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
+    EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
     for sharer in tl.range(0, sizes.group):
         head = head_k * sizes.group + sharer
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
@@ -175,9 +189,13 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
             else:
                 m_block = inner_first + step
             cut = (m_block < full_first) | (m_block >= full_last)
+            m_begin = m_block * TILE.block_m
+            if TILE.clipped:
+                m_begin = first_row + step * TILE.block_m
+                cut = (m_begin < full_begin) | (m_begin >= full_end)
             dk, dv, ds_sum = key_tile(
                 dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, cut, seqlen_q, seqlen_k, INNER,
+                batch, head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, INNER,
                 MODE, TILE, GRADS)
         if EDGES:
             for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):

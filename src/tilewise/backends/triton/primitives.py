@@ -90,7 +90,7 @@ def load_rows(ptr, desc, stride, batch, start, length, head, row, first, begin, 
               COLS: tl.constexpr, EDGE: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Channels [first, first + COLS) of ROWS rows from ``row`` on, either way; an EDGE touches only [begin, end)."""
     if TILE.boxes and not EDGE:
-        return load_box(desc, batch, start, length, row, head, ROWS, COLS, MODE.varlen)
+        return load_box(desc, batch, start, end if TILE.clipped else length, row, head, ROWS, COLS, MODE.varlen)
     else:
         return load_tile(ptr, stride, row, first + tl.arange(0, COLS), begin, end, num_cols, ROWS, COLS, EDGE,
                          MODE.align)

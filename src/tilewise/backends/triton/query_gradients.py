@@ -149,11 +149,15 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     slope_sum = tl.full([TILE.block_m], 0.0, tl.float32)
 
-    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
-        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and MODE.band)
+    origin = key_begin if TILE.clipped else 0
+    reachable = tl.where(m_begin < seqlen_q, tl.maximum(key_end - key_begin, 0) if TILE.clipped else seqlen_k, 0)
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower - origin, upper - origin, reachable,
+                                                      TILE.block_n, MODE)
+    inner_first, inner_last = first, last
+    if not TILE.clipped:
+        inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+            first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and MODE.band)
     if not MODE.band:
         if huge:  # all go to the outer tiles, so that the inner ones need no clamp
             inner_last = inner_first
@@ -166,6 +170,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
             num_outer += num_inner
             num_inner = 0
     INNER: tl.constexpr = "banded" if MODE.band else "full"
+    EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
+    if MODE.band and not EDGES and not MODE.unseen and (MODE.scale_first or MODE.dropout):
+        num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
     for step in tl.range(0, num_inner, num_stages=TILE.stages):
         if MODE.lists:
             n_block = tl.load(list_ptr + step)
@@ -174,9 +181,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
         cut = (n_block < full_first) | (n_block >= full_last) | huge
         dq, row_sum, slope_sum = query_tile(
             dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras, extra_strides,
-            sizes, scalars, slope, batch, head, k_start, m_begin, n_block * TILE.block_n, part, cut, seqlen_q, seqlen_k,
-            INNER, MODE, TILE, GRADS)
-    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
+            sizes, scalars, slope, batch, head, k_start, m_begin, origin + n_block * TILE.block_n, part, cut, seqlen_q,
+            seqlen_k, INNER, MODE, TILE, GRADS)
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
     if EDGES or not MODE.band:
         for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):

@@ -1,13 +1,15 @@
 """Tile tables: the size of a tile, its warps and pipeline depth, by head dimension, element size and kind of device.
 
 Rows are looked up by the larger head dimension; the first row whose ``dim`` reaches it is taken, of those for so few
-keys and, where they ask for that, bare scores. A row's reason says what decided it: a measurement, or the shared memory
-and registers that a device has.
+keys and, where they ask for that, bare scores or some that cost registers. A row's reason says what decided it: a
+measurement, or the shared memory and registers that a device has.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import torch
 
 from tilewise import masks
 from tilewise.backends.triton.arguments import Config, Tile
@@ -36,6 +38,7 @@ class Row(NamedTuple):
     keys: int = 0  # only for problems whose queries see at least so many keys on average
     cube: bool = False  # see Tile
     bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
+    having: tuple[str, ...] = ()  # only for problems that have one of these, see ``costly``
 
 
 class Shape(NamedTuple):
@@ -50,11 +53,22 @@ Table = tuple[Row, ...]
 # H200, bf16, TFLOP/s of the kernel alone, medians (2026-11-30); 1k is 16 x 1024, 4k 4 x 4096, 16k 1 x 16384, c causal.
 # A row's figures are of one run, its partners' too. Four warps and 64 rows leave room for two blocks or more on a
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
+# Times in ms are of 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
 _FORWARD_90: Table = (
+    Row(64, 64, 32, 4, 3, "4k c 1.32 ms; 64x64 2.62, and lazy, 128 registers 4.34 with 497 spills a turn",
+        registers=168, joint=True, having=("banded dropout",)),
+    Row(64, 64, 64, 4, 3, "4k 0.973 ms; lazy and 128 registers 1.084 with 26 spills a turn", registers=168, joint=True,
+        having=("dropout",)),
+    Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
+        registers=128, joint=True, lazy=True, having=("fp32 bias",)),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %", registers=128,
         joint=True, lazy=True, cube=True),
+    Row(128, 64, 32, 4, 3, "1 x 4096 c 0.696 ms; as the next row 1.211, and lazy too 1.908", overlap=True, joint=True,
+        lazy=True, keys=1000, having=("banded dropout",)),
+    Row(128, 64, 64, 4, 3, "1 x 4096 0.546 ms; lazy too 0.610; as the row before 0.609", overlap=True, joint=True,
+        keys=1000, having=("dropout",)),
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
         " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; with cube the"
@@ -71,19 +85,26 @@ _FORWARD_90: Table = (
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
         "/618/640; cube 16k c 1 % faster, 1k the same", overlap=True, joint=True, lazy=True, cube=True, bare=True),
+    Row(256, 64, 32, 4, 3, "4k 0.328 ms with a bias, 0.359 and 3.010 with masks of keys and of pairs; joint loads 0.333"
+        " and 0.381, 3.230, of these with 8 spills a turn", lazy=True, having=("bias", "mask")),
     Row(256, 64, 32, 4, 3, "overlap waits after every product with a bias. Joint loads: 1k 526, 4k 601, c 525, 16k 607,"
         " c 610; without 505/571/508/562/583; 128x64, 8 warps, overlap 464/573/486/595/594; 128x32, 8 warps 1k 385"
         " where this has 489", joint=True, lazy=True),
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
 _KEYS_90: Table = (
+    Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
+        having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
+    Row(128, 32, 64, 4, 2, "whole backward 4k c with softcap 0.804 ms, with dropout 0.841, without a band 1.711; 64x64"
+        " 0.808, 0.929 and 1.720, with 42, 63 and 56 spills a turn; softcap without a band 1.911 where 64x64, with 32"
+        " spills, has 1.735", having=("banded softcap", "dropout")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_K_90: Table = (
-    *_KEYS_90[:2],
+    *_KEYS_90[:4],
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
         "/337; k in registers 1k 478, c 381, whole backward 1k c 236, 4k c 338, 16k 367, else 226/319/352",
@@ -91,13 +112,16 @@ _KEYS_K_90: Table = (
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
-    *_KEYS_90[:2],
+    *_KEYS_90[:4],
     Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
         " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
     Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
+    Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms; 64x32 0.981", having=("banded bias",)),
+    Row(128, 64, 32, 4, 2, "whole backward 4k 1.574 ms; 64x64 1.571 with 41 spills a turn; fp32 bias 1.968 and c 1.281"
+        " where 64x64, with 15 and 10, has 2.315 and 1.571", having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
     Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
@@ -195,12 +219,13 @@ def is_wide(problem: Problem) -> bool:
 def choose_stages(row: Row, kernel: str, problem: Problem) -> int:
     """How deep the pipeline is: a bias or a mask has a tile of its own in each stage.
 
-    Beside those of over 128 channels a backward has room for two such stages; for one where dropout or both need more.
+    Beside those of over 128 channels a backward has room for two such stages, or for two and what dropout needs to
+    change the layout of what it drops; for one where there is more than one of the three.
     """
-    pairs = (problem.bias_shape is not None) + (problem.mask_shape is not None)
-    if kernel == "forward" or not pairs or not is_wide(problem):
+    more = (problem.bias_shape is not None) + (problem.mask_shape is not None) + (problem.dropout_p > 0)
+    if kernel == "forward" or not more or not is_wide(problem):
         return row.stages
-    return min(row.stages, 2 if pairs == 1 and not problem.dropout_p else 1)
+    return min(row.stages, 2 if more == 1 else 1)
 
 
 def splits_keys(problem: Problem, facts: DeviceFacts) -> bool:
@@ -214,13 +239,32 @@ def is_bare(problem: Problem) -> bool:
     return not (changed or problem.mask_shape is not None or problem.segments)
 
 
+def costly(problem: Problem) -> tuple[str, ...]:
+    """What a problem has of that which takes registers; "banded bias": of 16 bits, with a band and nothing else."""
+    bias = problem.bias_dtype if problem.bias_shape is not None else None
+    listed = problem.mask_shape is not None or problem.segments
+    banded = problem.banded and not listed
+    changed = problem.dropout_p > 0 or problem.softcap > 0
+    found = {
+        "banded softcap": banded and problem.softcap > 0,
+        "dropout": problem.dropout_p > 0,
+        "banded dropout": banded and problem.dropout_p > 0,
+        "mask": listed,
+        "bias": bias is not None,
+        "fp32 bias": bias == torch.float32,
+        "banded bias": banded and bias is not None and bias.itemsize == 2 and not changed,
+    }
+    return tuple(name for name, has in found.items() if has)
+
+
 def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
     keys = keys_of_a_query(problem)
     table = _table(kernel, problem.dtype.itemsize, facts, align)
-    bare = is_bare(problem)
-    return next(row for row in table if dim <= row.dim and keys >= row.keys and bare >= row.bare)
+    bare, having = is_bare(problem), set(costly(problem))
+    fitting = (row for row in table if dim <= row.dim and keys >= row.keys and bare >= row.bare)
+    return next(row for row in fitting if not row.having or having & set(row.having))
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
