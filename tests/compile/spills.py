@@ -15,6 +15,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PTXAS = get_ptxas(90).path  # of the two that triton ships, the one that it uses for sm_90
 # The tiles were chosen with this Triton; another one and its assembler give out registers in their own way.
 MEASURED = triton.__version__.startswith("3.6.")
+# a product from zero whose left operand is in registers, of which the first is the group
+FROM_REGISTERS = re.compile(r"\b[HQ]GMMA\S* R\d+, R(\d+), gdesc\S* RZ\b")
+WRITES = re.compile(r"\*/\s+(?:@!?U?P\d+ +)?(?!ST|RED|HGMMA|QGMMA)([A-Z0-9_.]+) +(?:U?P\d+, *)*R(\d+)\b")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)")
 
@@ -28,17 +31,44 @@ class Loop(NamedTuple):
 
 def loops(compiled: Any) -> list[Loop]:
     """The innermost loops of an sm_90 kernel that hold matrix products."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(TOOLS / "nvdisasm"), "-c", file.name]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    labels = {found[1]: number for number, line in enumerate(lines) if (found := LABEL.match(line.strip()))}
-    jumps = ((number, BRANCH.search(line)) for number, line in enumerate(lines))
-    ranges = [(labels[found[1]], number) for number, found in jumps if found and labels[found[1]] < number]
-    with_products = [span for span in ranges if _products(lines, span)]
+    lines = disassembled(compiled.asm["cubin"])
+    with_products = [span for span in _spans(lines) if _products(lines, span)]
     inner = [a for a in with_products if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in with_products)]
     return [Loop(_products(lines, span), _count(lines, span, r"\b(STL|LDL)\b")) for span in inner]
+
+
+def disassembled(cubin: bytes) -> list[str]:
+    """The machine code of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "nvdisasm"), "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def lost_operands(lines: list[str]) -> list[str]:
+    """Products of a loop with an operand from before it, in registers to which the loop writes something else.
+
+    ptxas 12.8 does that where both products of a turn have as many such registers, and a branch is between them.
+    """
+    return [line for span in _spans(lines) for line in _lost(lines[span[0] : span[1] + 1])]
+
+
+def _lost(loop: list[str]) -> list[str]:
+    first: dict[int, int] = {}
+    for number, line in enumerate(loop):
+        if found := WRITES.search(line):
+            count = 4 if found[1].startswith(("LDSM", "LDS.128")) else 1
+            for register in range(int(found[2]), int(found[2]) + count):
+                first.setdefault(register, number)
+    operands = ((number, FROM_REGISTERS.search(line)) for number, line in enumerate(loop))
+    return [loop[n] for n, found in operands if found and any(first.get(int(found[1]) + i, n) > n for i in range(4))]
+
+
+def _spans(lines: list[str]) -> list[tuple[int, int]]:
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := LABEL.match(line.strip()))}
+    jumps = ((number, BRANCH.search(line)) for number, line in enumerate(lines))
+    return [(labels[found[1]], number) for number, found in jumps if found and labels[found[1]] < number]
 
 
 def _count(lines: list[str], span: tuple[int, int], pattern: str) -> int:

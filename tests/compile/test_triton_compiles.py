@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.compile.kernels import TARGETS, build, launches
-from tests.compile.spills import MEASURED, loops, serialised
+from tests.compile.spills import MEASURED, disassembled, loops, lost_operands, serialised
 from tilewise.backends.triton import tiles
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.problem import GRAD_NAMES
@@ -184,7 +184,8 @@ SCORES: dict[str, dict[str, object]] = {
     "bias_fp32": FEATURES["bias"],
 }
 QUICK_SCORES = [
-    ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128)
+    ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
+    ("bias", "causal", 64), ("alibi", "causal", 64), ("softcap", "causal", 64),
 ]  # fmt: skip
 
 
@@ -197,6 +198,7 @@ def main_loops(q, k, v, options):
                 seen.add(repr(wanted))
                 compiled = build(wanted, "sm_90")
                 assert compiled.metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
+                assert not lost_operands(disassembled(compiled.asm["cubin"])), wanted
                 found += [(wanted.kernel.__name__, compiled, loop) for loop in loops(compiled)[:1]]
     return found
 

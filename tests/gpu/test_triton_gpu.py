@@ -35,9 +35,9 @@ PACKED_FEATURES = [
     (PACKED[1], FP32),
     (PACKED[-1], FP32),
 ]
-HEADDIMS = [(1, 1), (16, 16), (40, 40), (72, 72), (80, 96), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256),
-            (24, 200), (576, 512), (300, 64)]  # fmt: skip
-TYPICAL = [(40, 40), (128, 128), (192, 128), (576, 512)]
+HEADDIMS = [(1, 1), (16, 16), (40, 40), (64, 64), (72, 72), (80, 96), (96, 96), (128, 128), (192, 128), (160, 160),
+            (256, 256), (24, 200), (576, 512), (300, 64)]  # fmt: skip
+TYPICAL = [(40, 40), (64, 64), (128, 128), (192, 128), (576, 512)]
 HEADDIM_CASES = [
     *[(dims, ("causal",), BF16) for dims in HEADDIMS],
     *[(dims, features, BF16) for dims in TYPICAL for features in ((), ("window_left", "sink"))],
@@ -125,6 +125,27 @@ def test_bands_that_leave_out_keys_or_queries(headdim, seqlens, features):
     """A piece of lse that began at a number no multiple of four was an illegal instruction."""
     check(Spec(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], headdim=headdim, headdim_v=headdim, dtype=BF16,
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("headdim", [48, 64, 128])
+@pytest.mark.parametrize("band", ["causal", "window", "top_left"])
+@pytest.mark.parametrize("scores", ["bias", "alibi", "softcap", "dropout"])
+def test_scores_that_change_inside_a_band(scores, band, headdim, dtype):
+    """With 64 channels ptxas 12.8 lost q where a tile had 64 keys."""
+    check(Spec(batch=2, seqlen_q=336, seqlen_k=336, nheads=4, nheads_k=2, headdim=headdim, headdim_v=headdim,
+               dtype=dtype, device="cuda", features=(scores, band), requires_grad="all"))  # fmt: skip
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_band_that_excludes_all_pairs_reads_no_values(headdim):
+    q, k, v = (torch.full((2, n, h, headdim), float("nan"), device="cuda", dtype=BF16, requires_grad=True)
+               for n, h in ((200, 4), (333, 2), (333, 2)))  # fmt: skip
+    out, lse = tilewise.attention_with_lse(q, k, v, causal="top_left", window_size=(70, None), backend="triton")
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    for gradient in torch.autograd.grad(out, (q, k, v), torch.full_like(out, float("nan"))):
+        assert (gradient == 0).all()
 
 
 @pytest.mark.parametrize("spread", [3e3, 1e4, 1e5])

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.barriers import await_all
-from tilewise.backends.hopper.primitives import key_blocks, matrix
+from tilewise.backends.hopper.primitives import key_blocks, matrix, reinterpret
 from tilewise.backends.hopper.rings import place
 from tilewise.backends.hopper.works import await_block, read_work
 
@@ -49,8 +49,8 @@ def turn(raw, turned, INDEX: gl.constexpr, WARPS: gl.constexpr):
     WIDTH: gl.constexpr = raw.shape[1]
     PAIRS: gl.constexpr = DIM // 2
     LAYOUT: gl.constexpr = turn_layout(KEYS, PAIRS)
-    pairs = raw._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2))
-    target = turned._reinterpret(gl.int16, [WIDTH, HEIGHT // 2], gl.NVMMASharedLayout(min(HEIGHT, 128), 16, 2))
+    pairs = reinterpret(raw, gl.int16, [HEIGHT, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2))
+    target = reinterpret(turned, gl.int16, [WIDTH, HEIGHT // 2], gl.NVMMASharedLayout(min(HEIGHT, 128), 16, 2))
     ACROSS: gl.constexpr = WIDTH // DIM
     PARTS: gl.constexpr = HEIGHT // KEYS * ACROSS
     for i in gl.static_range(PARTS * INDEX // WARPS, PARTS * (INDEX + 1) // WARPS):

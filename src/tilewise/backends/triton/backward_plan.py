@@ -153,7 +153,7 @@ class BackwardPlan:
         tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         tile = tile._replace(held=tile.held and tile.boxes and self._has_registers_for_k(tile))
         clipped = tile.boxes and self._starts_at_a_statistic()
-        tile = tile._replace(clipped=clipped, joint=tile.joint or clipped and tile.block_d == tiles.PART)
+        tile = tile._replace(clipped=clipped, joint=tile.joint or (clipped and tile.block_d == tiles.PART))
         boxes: tuple[Any, ...] = (None,) * 6
         if tile.boxes:
             line = host.line_of(self.rows, tile.block_m)

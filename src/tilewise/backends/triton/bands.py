@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NOWHERE = tl.constexpr(-(2**30))  # an upper bound that excludes all, small enough to be added to a length
+
 
 @triton.jit
 def band(sizes, seqlen_q, seqlen_k, MODE: tl.constexpr):
@@ -18,6 +20,8 @@ def band(sizes, seqlen_q, seqlen_k, MODE: tl.constexpr):
     upper = shift + sizes.window_right
     if MODE.top_left:
         upper = tl.minimum(upper, 0)
+        if MODE.lower:  # no pair is left: nor is a block, whose values might be anything
+            upper = tl.where(lower > upper, NOWHERE, upper)
     return lower, upper
 
 

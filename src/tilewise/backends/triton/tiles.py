@@ -61,6 +61,8 @@ _FORWARD_90: Table = (
         having=("dropout",)),
     Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
         registers=128, joint=True, lazy=True, having=("fp32 bias",)),
+    Row(64, 64, 32, 4, 3, "the registers of q would be lost with 64 keys (docs/triton.md)", registers=128, joint=True,
+        lazy=True, cube=True, having=("banded scores",)),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %", registers=128,
@@ -246,6 +248,7 @@ def costly(problem: Problem) -> tuple[str, ...]:
     banded = problem.banded and not listed
     changed = problem.dropout_p > 0 or problem.softcap > 0
     found = {
+        "banded scores": banded and not is_bare(problem),
         "banded softcap": banded and problem.softcap > 0,
         "dropout": problem.dropout_p > 0,
         "banded dropout": banded and problem.dropout_p > 0,
