@@ -237,6 +237,15 @@ def test_the_main_loops_do_not_spill_where_scores_cost_registers(scores, band, h
         assert not MEASURED or loop.spills <= allowed, f"{kernel}: {loop}"
 
 
+@pytest.mark.parametrize("headdim", [20, 32, 48, 64])
+@pytest.mark.parametrize("scores", ["softcap", "alibi"])
+def test_products_keep_the_queries_where_they_have_as_many_registers_as_probabilities(scores, headdim):
+    q, k, v = tensors((headdim, headdim), torch.bfloat16)
+    for band in ("causal", "window"):
+        (wanted,) = launches("sm_90", q, k, v, False, **{**SCORES[scores], **BANDS[band]})
+        assert not lost_operands(disassembled(build(wanted, "sm_90").asm["cubin"]))
+
+
 LONG = ({}, {"causal": "bottom_right"}, {"window_left": 1024, "window_right": 0})
 
 

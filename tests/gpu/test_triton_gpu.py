@@ -128,11 +128,11 @@ def test_bands_that_leave_out_keys_or_queries(headdim, seqlens, features):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("headdim", [48, 64, 128])
+@pytest.mark.parametrize("headdim", [32, 64, 128])
 @pytest.mark.parametrize("band", ["causal", "window", "top_left"])
 @pytest.mark.parametrize("scores", ["bias", "alibi", "softcap", "dropout"])
 def test_scores_that_change_inside_a_band(scores, band, headdim, dtype):
-    """With 64 channels ptxas 12.8 lost q where a tile had 64 keys."""
+    """With 64 channels ptxas 12.8 lost q where a tile had 64 keys, with 32 where it had 32."""
     check(Spec(batch=2, seqlen_q=336, seqlen_k=336, nheads=4, nheads_k=2, headdim=headdim, headdim_v=headdim,
                dtype=dtype, device="cuda", features=(scores, band), requires_grad="all"))  # fmt: skip
 

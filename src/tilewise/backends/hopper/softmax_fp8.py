@@ -13,7 +13,7 @@ from tilewise.backends.hopper.follow import by_threads, follow, over_groups
 from tilewise.backends.hopper.softmax import kept_scores
 
 # a row's maximum is stored as 2**RAISE = 45, what passes it by LAZY as 416. Against 7 and 1.8, where the maximum moves
-# more often, +2 % with 128 and 256 channels, +1 % with 64; out of random values is 2 % less exact, 0.0262 rms for 0.0257
+# more often, +2 % with 128 and 256 channels, +1 % with 64; out of random values is off by 0.0262 rms for 0.0257
 RAISE = gl.constexpr(5.5)
 LAZY = gl.constexpr(3.2)  # in units of log2
 
