@@ -15,7 +15,7 @@ from tilewise.bench import record, summary
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PAGE = ROOT / "docs" / "gpu_speed.md"
-COMMAND = "python -m tilewise bench gpu --warm 28 --seconds 1.0 --limit 272 --out benchmarks/results/h200.jsonl"
+COMMAND = "python -m tilewise bench gpu --warm 28 --seconds 1.0 --limit 262 --out benchmarks/results/h200.jsonl"
 Row = dict[str, Any]
 
 
