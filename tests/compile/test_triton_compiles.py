@@ -238,11 +238,12 @@ def test_the_main_loops_do_not_spill_where_scores_cost_registers(scores, band, h
 
 
 @pytest.mark.parametrize("headdim", [20, 32, 48, 64])
-@pytest.mark.parametrize("scores", ["softcap", "alibi"])
+@pytest.mark.parametrize("scores", ["softcap", "alibi", "scale"])
 def test_products_keep_the_queries_where_they_have_as_many_registers_as_probabilities(scores, headdim):
+    options = {"softmax_scale": -0.3} if scores == "scale" else SCORES[scores]
     q, k, v = tensors((headdim, headdim), torch.bfloat16)
     for band in ("causal", "window"):
-        (wanted,) = launches("sm_90", q, k, v, False, **{**SCORES[scores], **BANDS[band]})
+        (wanted,) = launches("sm_90", q, k, v, False, **{**options, **BANDS[band]})
         assert not lost_operands(disassembled(build(wanted, "sm_90").asm["cubin"]))
 
 

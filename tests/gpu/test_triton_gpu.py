@@ -107,7 +107,7 @@ def test_lengths(seqlens, features):
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [(3, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 1), (6, 2), (5, 1)], ids=str)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("features", [(), ("causal",), ("window_left", "causal")], ids=ids)
 def test_heads_that_do_not_fill_the_rounds_of_a_cube(features, headdim, heads):
@@ -130,11 +130,13 @@ def test_bands_that_leave_out_keys_or_queries(headdim, seqlens, features):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("headdim", [32, 64, 128])
 @pytest.mark.parametrize("band", ["causal", "window", "top_left"])
-@pytest.mark.parametrize("scores", ["bias", "alibi", "softcap", "dropout"])
-def test_scores_that_change_inside_a_band(scores, band, headdim, dtype):
+@pytest.mark.parametrize("scores", ["bias", "alibi", "softcap", "dropout", "scale"])
+@pytest.mark.parametrize("seqlens", [(336, 336), (332, 200), (200, 333)], ids=str)
+def test_scores_that_change_inside_a_band(seqlens, scores, band, headdim, dtype):
     """With 64 channels ptxas 12.8 lost q where a tile had 64 keys, with 32 where it had 32."""
-    check(Spec(batch=2, seqlen_q=336, seqlen_k=336, nheads=4, nheads_k=2, headdim=headdim, headdim_v=headdim,
-               dtype=dtype, device="cuda", features=(scores, band), requires_grad="all"))  # fmt: skip
+    shape = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "headdim": headdim, "headdim_v": headdim}
+    check(Spec(batch=2, nheads=4, nheads_k=2, dtype=dtype, device="cuda", features=(scores, band), requires_grad="all",
+               **shape))  # fmt: skip
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])

@@ -19,6 +19,7 @@ from tests.triton_checks import (
     run,
 )
 from tilewise.backends.triton import facts, plans, tiles
+from tilewise.dispatch import registry
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
 
@@ -168,7 +169,8 @@ def test_lengths_that_differ(seqlens, features):
 def test_heads_that_do_not_fill_the_rounds_of_a_cube(monkeypatch, features, heads, limit):
     """The grid of three dimensions, or of one where a side is too long."""
     choose = tiles.choose_row
-    monkeypatch.setattr(tiles, "choose_row", lambda *facts: choose(*facts)._replace(cube=True))
+    monkeypatch.setattr(tiles, "choose_row", lambda *facts: choose(*facts)._replace(cube=True, block_m=16))
+    monkeypatch.setattr(registry.load("triton"), "_plans", {})  # another limit, another plan of the same problem
     monkeypatch.setattr(plans, "GRID_LIMIT", limit)
     monkeypatch.setattr(facts, "ROWS_TOGETHER", 4 * 45)
     check(Spec(batch=3, seqlen_q=37, seqlen_k=45, nheads=heads[0], nheads_k=heads[1], headdim=16, headdim_v=8,

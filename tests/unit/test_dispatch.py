@@ -218,6 +218,14 @@ def test_every_backend_says_which_tile_it_takes(name: str) -> None:
     assert min(found.tile) > 0
 
 
+def test_triton_names_the_tile_that_it_launches() -> None:
+    """64 keys by its table, but the assembler would lose q with as many keys as channels."""
+    q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+    keys = [tilewise.explain(q, q, q, causal=True, backend="triton", device=H200, **more).tile[1]
+            for more in ({}, {"softcap": 20.0}, {"softmax_scale": -0.3})]  # fmt: skip
+    assert keys == [64, 32, 32]
+
+
 def test_explain_refuses_a_device_that_is_not_there() -> None:
     q = torch.empty(1, 8, 1, 8, device="meta")
     with pytest.raises(tilewise.InvalidInput, match="device: is 'toaster', must be a device of this machine"):

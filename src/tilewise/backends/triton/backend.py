@@ -67,8 +67,8 @@ class Triton:
         """(query rows, key columns) of the forward's tile for aligned tensors."""
         from tilewise.backends.triton import tiles
 
-        row = tiles.choose_row("forward", problem, facts, host.VECTOR_BYTES)
-        return row.block_m, row.block_n
+        tile = tiles.choose_shape("forward", problem, facts, host.VECTOR_BYTES).tile
+        return tile.block_m, tile.block_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""

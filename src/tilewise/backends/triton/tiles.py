@@ -15,7 +15,7 @@ from tilewise import masks
 from tilewise.backends.triton.arguments import Config, Tile
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.device import DeviceFacts
-from tilewise.problem import Problem
+from tilewise.problem import SMALLEST_SCALE, Problem
 
 MAX_RESIDENT = 256  # beyond it a tile would not fit, and channels are worked through in parts of PART
 PART = 128
@@ -270,10 +270,11 @@ def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) ->
 def loses_queries(problem: Problem, block_d: int, block_n: int) -> bool:
     """Whether ptxas 12.8 would lose q, whose registers it gives to probabilities.
 
-    It does if these are as many, and if a branch to the mask follows arithmetic on scores. The tests look for it in
-    every kernel (tests/compile/spills.py).
+    It does if these are as many, and if a branch to the mask follows arithmetic on scores, be it only a scale that is
+    negative or tiny. The tests look for it in every kernel (tests/compile/spills.py).
     """
-    return block_d == block_n and problem.banded and not is_bare(problem)
+    changed = not is_bare(problem) or problem.softmax_scale < SMALLEST_SCALE
+    return block_d == block_n and problem.banded and changed
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
