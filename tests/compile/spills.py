@@ -18,6 +18,7 @@ MEASURED = triton.__version__.startswith("3.6.")
 # a product from zero whose left operand is in registers, of which the first is the group
 FROM_REGISTERS = re.compile(r"\b[HQ]GMMA\S* R\d+, R(\d+), gdesc\S* RZ\b")
 WRITES = re.compile(r"\*/\s+(?:@!?U?P\d+ +)?(?!ST|RED|HGMMA|QGMMA)([A-Z0-9_.]+) +(?:U?P\d+, *)*R(\d+)\b")
+FORMS = {4: re.compile(r"^LDSM|\.128"), 2: re.compile(r"\.64|\.WIDE")}  # of instructions that write several registers
 LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)")
 
@@ -58,7 +59,7 @@ def _lost(loop: list[str]) -> list[str]:
     first: dict[int, int] = {}
     for number, line in enumerate(loop):
         if found := WRITES.search(line):
-            count = 4 if found[1].startswith(("LDSM", "LDS.128")) else 1
+            count = next((words for words, form in FORMS.items() if form.search(found[1])), 1)
             for register in range(int(found[2]), int(found[2]) + count):
                 first.setdefault(register, number)
     operands = ((number, FROM_REGISTERS.search(line)) for number, line in enumerate(loop))
