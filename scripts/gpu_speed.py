@@ -15,7 +15,6 @@ from tilewise.bench import record, summary
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PAGE = ROOT / "docs" / "gpu_speed.md"
-COMMAND = "python -m tilewise bench gpu --warm 28 --seconds 1.0 --limit 262 --out benchmarks/results/h200.jsonl"
 Row = dict[str, Any]
 
 
@@ -115,7 +114,7 @@ def origin(rows: Sequence[Row]) -> str:
     facts = next(row for row in rows if row["figure"] == "time")
     peers = ", ".join(f"{name} {version}" for name, version in facts["peers"].items())
     versions = f"torch {facts['torch']}, triton {facts['triton']}, {peers}, driver {facts['driver']}"
-    return f"{facts['device']}, {versions}, commit {facts['commit']}, {facts['date']}: `{COMMAND}`"
+    return f"{facts['device']}, {versions}, commit {facts['commit']}, {facts['date']}: `{facts['command']}`"
 
 
 def short(rows: Sequence[Row]) -> str:

@@ -21,7 +21,6 @@ from tilewise.bench import record
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 SPEED = ROOT / "benchmarks" / "results" / "cpu.jsonl"
-SPEED_COMMAND = "python -m tilewise bench cpu --out benchmarks/results/cpu.jsonl"
 
 
 def block(text: str, name: str) -> str:
@@ -83,7 +82,8 @@ def speed(rows: list[dict[str, Any]]) -> str:
             )
     lines += [
         "",
-        f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {facts['date']}: `{SPEED_COMMAND}`",
+        f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, commit {facts['commit']}, "
+        f"{facts['date']}: `{facts['command']}`",
     ]
     return "\n".join(lines)
 

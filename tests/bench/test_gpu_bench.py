@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import tilewise
 from tilewise.bench import contenders, gpu, gpu_cases, peers, report, summary, timing, warm
 from tilewise.bench.cases import Case
 from tilewise.cli import bench as command
-from tilewise.cli import main
+from tilewise.cli import main, parser
 from tilewise.descale import FP8
 
 BF16 = torch.bfloat16
@@ -282,3 +283,19 @@ def test_one_step_on_this_gpu(tmp_path, capsys):
         (what, name) for what in ("forward", "backward") for name in ("tilewise-triton", "fa2-sdpa")
     }
     assert "geometric mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "asked_for",
+    [
+        "gpu",
+        "cpu --rounds 3 --only 'causal|window'",
+        "gpu --warm 28 --seconds 0.5 --limit 262 --peers fa3 flex --skip fa3 '(1, 1024' --skip flex 8192",
+    ],
+)
+def test_a_record_says_what_to_type_for_it(asked_for):
+    """Without where it was written, which is another folder on another machine."""
+    asked = parser().parse_args(["bench", *shlex.split(asked_for)])
+    written = parser().parse_args(["bench", *shlex.split(f"{asked_for} --out folder/h200.jsonl --commit abc")])
+    told = command.typed(written)
+    assert vars(parser().parse_args(shlex.split(told)[3:])) == vars(asked), told

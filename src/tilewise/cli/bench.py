@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -69,6 +70,23 @@ def run(arguments: argparse.Namespace) -> int:
     return _cpu(arguments) if arguments.device == "cpu" else _gpu(arguments)
 
 
+def typed(arguments: argparse.Namespace) -> str:
+    """What to type for the same figures: the options that differ from what they are if not given.
+
+    Where the lines go, which commit they are of and whether a run was taken up again changes no figure.
+    """
+    told = ["python -m tilewise bench", arguments.device]
+    for name, usual in {"only": None, **_OWN[arguments.device]}.items():
+        value = getattr(arguments, name)
+        if name in ("resume", "plot") or value == usual:
+            continue
+        for given in value if name == "skip" else [value]:
+            parts = given if isinstance(given, (list, tuple)) else [given]
+            texts = (f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+            told += [f"--{name}", *map(shlex.quote, texts)]
+    return " ".join(told)
+
+
 def chosen(steps: Iterable[Step], only: str | None) -> list[Step]:
     """The steps to take.
 
@@ -108,7 +126,8 @@ def _cpu(arguments: argparse.Namespace) -> int:
         return 1
     print(report.table(rows))
     if arguments.out is not None:
-        record.write(arguments.out, rows, record.machine(torch.device("cpu"), arguments.commit))
+        facts = record.machine(torch.device("cpu"), arguments.commit) | {"command": typed(arguments)}
+        record.write(arguments.out, rows, facts)
         print(f"written to {arguments.out}")
     return 0
 
@@ -141,7 +160,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
         limit = 90.0 if arguments.limit is None else 0.5 * arguments.limit
         done = {row.get("step") for row in rows}
         print(warm.compile_ahead(settings, {name for name, _ in steps} - done, arguments.warm, limit), flush=True)
-    facts = record.machine(torch.device("cuda"), arguments.commit)
+    facts = record.machine(torch.device("cuda"), arguments.commit) | {"command": typed(arguments)}
     facts |= {"peers": peers.versions(), "run": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds")}
     if arguments.out is not None:
         record.write(arguments.out, rows, {})
