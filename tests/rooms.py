@@ -55,11 +55,11 @@ EVERYWHERE = {
 ON_CUDA = {
     "triton": Room(frozenset(FEATURES), ANY_LAYOUT, SINGLE, calculus=False, device="cuda", share=4),
     "hopper": Room(
-        frozenset(FEATURES) - set(DENSE_ONLY) - {"dropout"},
+        frozenset(FEATURES) - (set(DENSE_ONLY) - {"segments"}) - {"dropout"},
         ANY_LAYOUT - {"last_dim"},
         HALF,
         headdim=(8, 256),
-        gradients=frozenset({"sink"}),
+        gradients=frozenset({"alibi_slopes", "sink", "packed"}),
         calculus=False,
         device="cuda",
     ),

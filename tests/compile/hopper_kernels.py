@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.compile.spills import PTXAS, TOOLS
-from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8
+from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8, plans_segments
 from tilewise.descale import FP8, blocks_of
 from tilewise.fp8 import describe_scaled
 from tilewise.inputs import Arguments, describe
@@ -48,9 +48,9 @@ def recorded() -> Iterator[list[Wanted]]:
         wanted.append(Wanted(kernel, arguments, num_warps))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plans, plans_fp8, backward_plan):
+        for module in (plans, plans_fp8, plans_segments, backward_plan):
             patch.setattr(module, "Launch", record)
-            patch.setattr(module, "multiprocessors", lambda index: 132)
+            patch.setattr(module, "multiprocessors", lambda index: 132, raising=False)
         yield wanted
 
 

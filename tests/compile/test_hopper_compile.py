@@ -13,6 +13,8 @@ from tests.compile.hopper_kernels import SHARED_MEMORY, launches, machine
 from tests.compile.spills import MEASURED
 
 BF16, FP16 = torch.bfloat16, torch.float16
+SEGMENTS = {name: torch.zeros(2, 300, dtype=torch.int64) for name in ("segments_q", "segments_k")}
+SLOPES = {"alibi_slopes": True, "needs_grad": ("q", "k", "v", "alibi_slopes")}
 # every feature that a kernel is specialised on; the registers are what a combination can run out of
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -22,6 +24,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi_sink": {"causal": "bottom_right", "alibi_slopes": True, "sink": True},
     "ranges": {"causal": "bottom_right", "sink": True, "keys": 20000},
     "packed": {"causal": "bottom_right", "varlen": True},
+    "segments": SEGMENTS | {"causal": "bottom_right"},
+    "segments_full": SEGMENTS,
+    "slopes": SLOPES | {"causal": "bottom_right"},
+    "every_gradient": SEGMENTS | SLOPES | {"window_left": 100, "window_right": 20, "softcap": 30.0, "sink": True},
     "everything": {
         "causal": "top_left",
         "window_left": 100,

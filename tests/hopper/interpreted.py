@@ -10,6 +10,7 @@ import torch
 from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
 from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
+from tilewise.backends.hopper.segments import leaders_kernel, meetings_kernel
 from tilewise.states import merge_states
 
 LENGTHS = [0, 5, 128, 300, 1, 129, 300]
@@ -122,11 +123,52 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
             torch.testing.assert_close(dsink[b, h], (p * delta[at]).sum(), atol=1e-2, rtol=1e-3)
 
 
+def segments(numbers: torch.Tensor, first_key: int, lower: int, upper: int, rows: int, others: int) -> None:
+    """Leaders name pairs of one segment that the band leaves; meetings leave out no such pair, and call none full."""
+    batch, seqlen_q, total_k = 2, 150, 200
+    ids_q, ids_k = (numbers[:, :count].contiguous() for count in (seqlen_q, total_k))
+    seqlen_k = total_k - first_key
+    blocks_q, blocks_k = -(-seqlen_q // 32), -(-seqlen_k // 32)
+    leaders_q, leaders_k = (torch.full((batch, count), -9, dtype=torch.int32) for count in (seqlen_q, seqlen_k))
+    unseen = torch.full((batch, blocks_k), -9, dtype=torch.int32)
+    sizes = (seqlen_q, seqlen_k, total_k, lower, upper, blocks_q, blocks_k)
+    written = (leaders_q, leaders_k, unseen)
+    leaders_kernel[((blocks_q + blocks_k) * batch,)](ids_q, ids_k.view(-1)[first_key:], *written, *sizes, 32, 64, 16)
+    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    same = ids_q[:, :, None] == ids_k[:, None, first_key:]
+    keep = same & (distance >= lower) & (distance <= upper)
+    found = leaders_q[:, :, None] == leaders_k[:, None, :]
+    seen = keep.any(1)
+    assert torch.equal(found, same & seen[:, None])
+    assert torch.equal(leaders_k < 0, ~seen)
+    dirty = torch.nn.functional.pad(~seen, (0, blocks_k * 32 - seqlen_k)).view(batch, blocks_k, 32).any(-1)
+    assert torch.equal(unseen, dirty.int())
+    for own, other, pairs in ((leaders_q, leaders_k, found), (leaders_k, leaders_q, found.transpose(1, 2))):
+        owners, blocks = -(-own.shape[1] // rows), -(-other.shape[1] // others)
+        meetings = torch.full((batch, owners, 4), -9, dtype=torch.int32)
+        lengths = (own.shape[1], other.shape[1], owners)
+        meetings_kernel[(owners * batch,)](own, other, meetings, *lengths, rows, 64, others, 2)
+        for b, owner in itertools.product(range(batch), range(owners)):
+            first, last, full_first, full_last = meetings[b, owner].tolist()
+            tiles = pairs[b, owner * rows : (owner + 1) * rows].split(others, 1)
+            for block, tile in enumerate(tiles):
+                assert not tile.any() or first <= block < last
+                assert tile.all() or not full_first <= block < full_last
+            if bool((own[b].diff() >= 0).all()) and bool((other[b].diff() >= 0).all()):
+                full = [block for block, tile in enumerate(tiles) if tile.all()]
+                assert not full or full == list(range(full_first, min(full_last, blocks)))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     table()
     clear()
     combine()
+    documents = torch.arange(200) * 5 // 200 + torch.tensor([[1], [1 << 40]])
+    shuffled = torch.randint(-3, 3, (2, 200), dtype=torch.int32)
+    falling = torch.arange(200).expand(2, 200).flip(1)
+    for numbers, band in itertools.product((documents, shuffled, falling), ((0, -1000, 1000), (40, -20, 30))):
+        segments(numbers, *band, *((64, 32) if band[0] else (48, 16)))
     for packed in (False, True):
         around(128, 64, packed)
         around(64, 128, packed)

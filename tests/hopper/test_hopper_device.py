@@ -34,6 +34,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     dtype: torch.dtype = BF16
     lengths: tuple[list[int], list[int]] | None = None
+    segments: str = ""  # how their numbers lie: see _segments
     interleaved: bool = False  # q, k, v are views of one tensor, dout is transposed
 
 
@@ -101,6 +102,17 @@ CASES = [
     Case("packed, three warpgroups", 0, 2, 1, 0, 0, 64, 64, TL, lengths=([40, 1500, 0, 2000], [1600, 1400, 700, 2500])),
     Case("packed 192", 0, 4, 2, 0, 0, 192, 128, BR, lengths=([5, 128, 300, 1], [70, 128, 9, 400])),
     Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
+    Case("packed slopes", 0, 4, 2, 0, 0, 128, 128, BR | {"alibi_slopes": True}, lengths=([40, 5, 128], [70, 5, 300])),
+    *(
+        Case(f"{order} {dim}", 2, 4, 2, 700, 900, dim, dim_v, options, segments=order)
+        for order in ("documents", "any order")
+        for dim, dim_v, options in (
+            (64, 64, BR), (96, 96, BR), (128, 128, {}), (192, 128, TL), (256, 256, BR),
+            *((dim, dim, ALL) for dim in (64, 128, 256)),
+        )
+    ),
+    Case("long documents", 1, 2, 1, 3000, 3000, 128, 128, BR, segments="documents"),
+    Case("long documents in fp16", 1, 2, 1, 3000, 3000, 64, 64, {}, dtype=FP16, segments="documents"),
 ]
 
 
@@ -124,6 +136,14 @@ def _tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return tensors, randn(*lead_q, heads, case.headdim_v)
 
 
+def _segments(order: str, batch: int, seqlen: int) -> torch.Tensor:
+    """Documents, one after the other, of int64, and the last of 64 rows; or numbers of int32 in any order."""
+    if order == "any order":
+        return torch.randint(-2, 2, (batch, seqlen), dtype=torch.int32, device="cuda")
+    at = torch.arange(seqlen, device="cuda").expand(batch, seqlen)
+    return torch.where(at >= seqlen - 64, 1 << 40, at * 7 // seqlen + 3 * torch.arange(batch, device="cuda")[:, None])
+
+
 def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
     tensors, dout = _tensors(case)
     options = dict(case.options)
@@ -136,8 +156,11 @@ def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
         if case.lengths[0] == case.lengths[1]:  # one tensor for both says so without being read
             tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
         options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
+    if case.segments:
+        options["segments_q"] = _segments(case.segments, case.batch, case.seqlen_q)
+        options["segments_k"] = _segments(case.segments, case.batch, case.seqlen_k)
     plain = dict.fromkeys(Arguments._fields) | {"causal": "none", "softcap": 0.0, "dropout_p": 0.0}
-    names = ["q", "k", "v", *(["sink"] if "sink" in tensors else [])]
+    names = ["q", "k", "v", *(name for name in ("alibi_slopes", "sink") if name in tensors)]
     plain |= {"deterministic": False, "needs_grad": names, "backend": "hopper"}
     return Arguments(**(plain | options | tensors)), dout
 
@@ -153,10 +176,12 @@ def _expected(
         "window_size": (arguments.window_left, arguments.window_right),
         "softcap": arguments.softcap,
         "softmax_scale": arguments.softmax_scale,
-        "alibi_slopes": cpu.get("alibi_slopes"),
+        "alibi_slopes": leaves.get("alibi_slopes"),
         "sink": leaves.get("sink"),
         "dtype": dtype,
     }
+    if case.segments:
+        keywords["segments"] = cpu["segments_q"], cpu["segments_k"]
     if case.lengths is None:
         out, lse = attention_oracle(leaves["q"], leaves["k"], leaves["v"], **keywords)
     else:
@@ -184,8 +209,8 @@ def test_within_budget(case: Case) -> None:
     actual = _run(problem, inputs, dout, dlse)
     assert torch.equal(actual["out"], out)
     assert torch.equal(actual["lse"], lse)
-    if "dsink" in actual:
-        actual["dsink"] = actual["dsink"].sum(0)
+    for name in {"dsink", "dalibi_slopes"} & set(actual):
+        actual[name] = actual[name].sum(0)
     exact = _expected(case, arguments, dout, dlse, torch.float64)
     plain = _expected(case, arguments, dout, dlse, case.dtype)
     for name, tensor in actual.items():
@@ -203,6 +228,31 @@ def test_nan_in_keys_that_no_query_sees(options: dict[str, Any], seqlen_q: int, 
     arguments.v[:, unseen] = torch.nan
     for name, tensor in _run(*describe(arguments), dout, None).items():
         assert not tensor.isnan().any(), name
+
+
+@pytest.mark.parametrize("options", [{}, BR, BR | {"softcap": 8.0}])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_nan_in_keys_of_segments_without_queries(options: dict[str, Any], dim: int) -> None:
+    """Among keys that are seen, and keys whose segment's queries all come before them: they get no gradient."""
+    arguments, dout = _arguments(Case("", 1, 2, 2, 500, 500, dim, dim, options, segments="documents"))
+    assert arguments.segments_q is not None
+    assert arguments.segments_k is not None
+    at = torch.arange(500, device="cuda")
+    unseen = (at % 5 == 0) | (at >= 450)
+    arguments.segments_k[:, at % 5 == 0] = -7
+    arguments.segments_q[arguments.segments_k == 1 << 40] = 3
+    arguments.segments_q[:, :20] = 1 << 40
+    if not options:
+        unseen = at % 5 == 0
+    expected = _run(*describe(arguments), dout, None)
+    for tensor in (arguments.k, arguments.v):
+        tensor[:, unseen] = torch.nan
+    actual = _run(*describe(arguments), dout, None)
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]) or name == "dq", name
+    torch.testing.assert_close(actual["dq"], expected["dq"], rtol=1e-2, atol=1e-2)
+    for name in ("dk", "dv"):
+        assert not actual[name][:, unseen].any(), name
 
 
 @pytest.mark.parametrize("options", [{}, BR])

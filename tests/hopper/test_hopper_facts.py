@@ -48,6 +48,8 @@ def problem(**changes: Any) -> Problem:
         {"deterministic": True},
         {"softmax_scale": -1.0, "needs_grad": ("v",)},
         {"softmax_scale": 0.0, "needs_grad": ("q",)},
+        {"segments": True, "causal": "bottom_right", "needs_grad": ("q", "k", "v")},
+        {"alibi": True, "varlen": True, "needs_grad": ("alibi_slopes",)},
     ],
 )
 def test_takes(changes: dict[str, Any]) -> None:
@@ -64,11 +66,10 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"inner_contiguous": False}, "strides"),
         ({"mask_shape": (1, 1, 300, 400)}, "mask"),
         ({"bias_shape": (1, 1, 300, 400)}, "bias"),
-        ({"segments": True}, "segments"),
+        ({"segments": True, "dtype": FP8, "descales": ("q", "k", "v")}, "segments"),
         ({"dropout_p": 0.1}, "dropout_p"),
         ({"derivative": "jvp"}, "derivative"),
         ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
-        ({"alibi": True, "needs_grad": ("alibi_slopes",)}, "gradient"),
         ({"seqlen_k": 1 << 30}, "seqlen"),
     ],
 )

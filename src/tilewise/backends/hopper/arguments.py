@@ -55,6 +55,10 @@ class Pointers(NamedTuple):
     cu_seqlens_q: Any = None  # int32 (batch + 1,)
     cu_seqlens_k: Any = None
     table: Any = None  # int32: number of slots, 0, then sequence and block of every slot: see schedule.py
+    leaders_q: Any = None  # int32 (batch, seqlen_q): see segments.py
+    leaders_k: Any = None  # int32 (batch, seqlen_k)
+    meetings: Any = None  # int32 (batch, query tiles, 4)
+    unseen: Any = None  # int32 (batch, key blocks): whether a block has keys that no query sees
 
 
 class Mode(NamedTuple):
@@ -68,6 +72,8 @@ class Mode(NamedTuple):
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
+    segments: bool = False
+    slopes: bool = False  # backward: alibi_slopes have a gradient
     by_block: bool = False  # fp8: k or v has a descale for each block of keys
     raw_scale: bool = True  # the scale is positive and nothing is added: scores need no pass of their own
 
@@ -269,6 +275,16 @@ class Rows(NamedTuple):
     blocks: Any
     row0: Any
     slope_log2: Any
+    leaders: Any = None  # int32 (64,): see segments.py
+    leaders_k: Any = None  # address of the first key's
+    unseen: Any = None  # address of the first block's
+
+
+class Leaders(NamedTuple):
+    """What says which pairs of a key tile are of one segment: see segments.py."""
+
+    keys: Any  # int32 (64,): of this warpgroup's keys
+    queries: Any  # address of the first query's
 
 
 class BackwardTile(NamedTuple):
@@ -301,6 +317,11 @@ class BackwardPointers(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     table: Any = None
+    leaders_q: Any = None  # int32 (batch, seqlen_q): see segments.py
+    leaders_k: Any = None  # int32 (batch, seqlen_k)
+    meetings: Any = None  # int32 (batch, key blocks, 4)
+    unseen: Any = None  # int32 (batch, key blocks)
+    slope_gradients: Any = None  # fp32 (batch, nheads), 0 before
 
 
 class BackwardSizes(NamedTuple):

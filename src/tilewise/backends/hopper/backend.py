@@ -52,10 +52,11 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         for name, present in (
             ("mask", problem.mask_shape is not None),
             ("bias", problem.bias_shape is not None),
-            ("segments", problem.segments),
         )
         if present
     ]
+    if problem.segments and problem.dtype == FP8:
+        found.append(Reason("segments", "one with fp8", "none, or fp16 or bf16"))
     if problem.dropout_p:
         found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
     if problem.derivative not in ("forward", "backward"):
@@ -64,8 +65,6 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         return found
     if problem.deterministic:
         found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
-    if "alibi_slopes" in problem.needs_grad:
-        found.append(Reason("gradient", "alibi_slopes", "q, k, v or sink"))
     return found
 
 
@@ -103,7 +102,7 @@ class Hopper:
         if _elsewhere(index):
             with torch.cuda.device(index):
                 return self.forward(problem, inputs)
-        key = (problem, q.stride(), k.stride(), v.stride(), index)
+        key = (problem, q.stride(), k.stride(), v.stride(), _segment_types(inputs), index)
         plan = self._plans.get(key)
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
@@ -133,7 +132,7 @@ class Hopper:
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
         strides = (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
-        key = (problem, strides, dlse is None, index)
+        key = (problem, strides, dlse is None, _segment_types(inputs), index)
         plan = self._plans.get(key)
         if plan is None:
             if problem.is_empty or _nothing_seen(problem):
@@ -162,6 +161,12 @@ def _forward_plan(problem: Problem, inputs: Inputs) -> Any:
     from tilewise.backends.hopper.plans import ForwardPlan
 
     return ForwardPlan(problem, inputs)
+
+
+def _segment_types(inputs: Inputs) -> tuple[torch.dtype, torch.dtype] | None:
+    """What the kernels before a pass are compiled for beside the problem."""
+    q, k = inputs.segments_q, inputs.segments_k
+    return None if q is None or k is None else (q.dtype, k.dtype)
 
 
 def _elsewhere(index: int) -> bool:

@@ -28,7 +28,15 @@ from tilewise.backends.hopper.backward_parts import (
     row_block,
     row_steps,
 )
-from tilewise.backends.hopper.backward_scores import probabilities, start_over_channels
+from tilewise.backends.hopper.backward_scores import (
+    add_slope_gradient,
+    leaders_of,
+    no_slope_gradient,
+    only_seen,
+    probabilities,
+    start_over_channels,
+    with_slope_gradient,
+)
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, await_ds, let_go, meet, tell_ds
 from tilewise.backends.hopper.primitives import (
     LOG2E,
@@ -56,8 +64,8 @@ def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.constexpr, FIRST: gl.constexpr,
-         MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
+         FIRST: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """One block of query rows against this warpgroup's 64 keys; the first of a tile has no dq to finish."""
     DTYPE: gl.constexpr = shared.ds.dtype
     STAGES: gl.constexpr = TILE.stages
@@ -88,8 +96,8 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
         let_go(i + STAGES - 1, STAGES, Q_READ)
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
-    p, weight = probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED, MODE)
-    p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+    chance, weight = probabilities(s, lse, keys, rows, leaders, slope_log2, work, scalars, MASKED, MODE)
+    p = gl.convert_layout(chance.to(DTYPE), P_LAYOUT, assert_trivial=True)
 
     mbarrier.wait(shared.dout.full.index(dout_slot), (i // DOUT_STAGES) & 1)
     if not FIRST:
@@ -99,12 +107,13 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     dp = start_over_channels(v, dout, minus_delta, False, TILE.channels_v)
     dv = warpgroup_mma(p, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
+    dslope = with_slope_gradient(dslope, chance, dp, keys, rows, work, MODE)
     publish(ds_mine, (weight * dp).to(DTYPE))
     tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))  # dk goes on
     let_go(i, DOUT_STAGES, DOUT_READ)
-    return dk, dv
+    return dk, dv, dslope
 
 
 @gluon.jit
@@ -116,6 +125,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     BLOCK_D: gl.constexpr = TILE.block_d
     ROWS: gl.constexpr = TILE.block_m
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     # dk leaves through the memory of ds, dv through that of dq: the next tile's loads need not wait for them
     DK_SLOTS: gl.constexpr = [4 * ROWS // BLOCK_D] + dk_desc.block_type.shape
     DV_SLOTS: gl.constexpr = [256 // BLOCK_D] + dv_desc.block_type.shape
@@ -127,7 +137,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     it = 0
     while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
-        steps = row_steps(work, MODE, TILE)
+        steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
         tma.store_wait(0)  # of the tile before, while this one is being located
         meet()
@@ -139,24 +149,31 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         if MODE.alibi:
             head = work.batch * sizes.nheads + work.head * sizes.group
             slope_log2 = gl.load(pointers.alibi_slopes + head) * LOG2E
-        dk, dv = step(it, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, shared, slope_log2, work, scalars,
-                      INDEX, True, True, MODE, TILE)
+        leaders = leaders_of(work, key0, pointers, sizes, S_LAYOUT, MODE)
+        if MODE.segments:
+            only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
+        dslope = no_slope_gradient(S_LAYOUT, MODE)
+        dk, dv, dslope = step(it, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2, leaders,
+                              work, scalars, INDEX, True, True, MODE, TILE)
         it += 1
         for g in range(0, sizes.group):
             if MODE.alibi:
                 slope_log2 = gl.load(pointers.alibi_slopes + head + g) * LOG2E
             done = gl.where(g == 0, 1, 0)
             for t in range(done, steps.masked):
-                dk, dv = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, shared, slope_log2, work, scalars,
-                              INDEX, False, True, MODE, TILE)
+                dk, dv, dslope = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
+                                      leaders, work, scalars, INDEX, False, True, MODE, TILE)
                 it += 1
             for t in range(gl.maximum(done, steps.masked), steps.count):
                 row0 = 0  # only ALiBi asks where an unmasked block lies
                 if MODE.alibi:
                     row0 = row_block(steps, t, MODE) * ROWS
-                dk, dv = step(it, row0, key0, dk, dv, shared, slope_log2, work, scalars,
-                              INDEX, False, False, MODE, TILE)
+                dk, dv, dslope = step(it, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX,
+                                      False, False, MODE, TILE)
                 it += 1
+            if MODE.slopes:
+                add_slope_gradient(dslope, head + g, pointers)
+                dslope = no_slope_gradient(S_LAYOUT, MODE)
         await_ds(it - 1, INDEX)
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from tilewise.backends.hopper.arguments import Shared, Slots, Span, Steps, Work
+from tilewise.backends.hopper.arguments import KeyBlocks, Shared, Slots, Span, Steps, Work
 from tilewise.backends.hopper.barriers import (
     CONSUMER_AND_WARP,
     DOUT_READ,
@@ -19,6 +19,7 @@ from tilewise.backends.hopper.barriers import (
     await_slot,
     tell,
 )
+from tilewise.backends.hopper.kept_segments import met_blocks
 from tilewise.backends.hopper.primitives import (
     count_tiles,
     draw_ticket,
@@ -68,7 +69,7 @@ def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def row_steps(work, MODE: gl.constexpr, TILE: gl.constexpr):
+def row_steps(work, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
     """The query blocks of a key tile, at least one."""
     ROWS: gl.constexpr = TILE.block_m
     KEYS: gl.constexpr = TILE.block_n
@@ -91,6 +92,10 @@ def row_steps(work, MODE: gl.constexpr, TILE: gl.constexpr):
         full_last = first
     full_last = gl.minimum(gl.maximum(full_last, first), last)
     full_first = gl.minimum(gl.maximum(full_first, first), full_last)
+    if MODE.segments:
+        owner = work.batch * sizes.blocks + work.block
+        met = met_blocks(KeyBlocks(first, full_first, full_last, last), owner, pointers)
+        first, full_first, full_last, last = met.first, met.full_first, met.full_last, met.last
     masked = full_first - first + last - full_last
     return Steps(first, full_first, full_last, masked, last - first)
 
@@ -99,7 +104,7 @@ def row_steps(work, MODE: gl.constexpr, TILE: gl.constexpr):
 def row_block(steps, t, MODE: gl.constexpr):
     """The query block of step t."""
     block = steps.first + t
-    if MODE.lower:
+    if MODE.lower or MODE.segments:
         leading = steps.full_first - steps.first
         block = gl.where(t < leading, block, steps.full_last + t - leading)
         block = gl.where(t < steps.masked, block, steps.full_first + t - steps.masked)
@@ -142,7 +147,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
     it = 0
     while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
-        steps = row_steps(work, MODE, TILE)
+        steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * TILE.block_n
         for g in range(0, sizes.group):
             head = work.head * sizes.group + g
@@ -171,7 +176,7 @@ def dq_writer(dq_desc, shared, tickets, pointers, sizes, MODE: gl.constexpr, TIL
     it = 0
     while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
-        steps = row_steps(work, MODE, TILE)
+        steps = row_steps(work, pointers, sizes, MODE, TILE)
         for g in range(0, sizes.group):
             for t in range(0, steps.count):
                 at = statistics_block(work, sizes, g, row_block(steps, t, MODE), MODE, TILE) * (2 * EACH)

@@ -23,6 +23,7 @@ from tilewise.backends.hopper.plans import (
     packed_bounds,
     stand_in,
 )
+from tilewise.backends.hopper.plans_segments import NO_SEGMENTS, Segments
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
 from tilewise.backends.hopper.schedule import clear_kernel
 from tilewise.dispatch.backend import Gradients
@@ -59,6 +60,7 @@ class BackwardPlan:
         self.problem, varlen = problem, problem.varlen
         self.tile = tile = tiles.backward_tile(problem)
         self.table = Table(problem, problem.total_k, problem.seqlen_k, tile.block_n, False) if varlen else None
+        self.segments = Segments(problem, inputs, tile.block_m, tile.block_n, True) if problem.segments else None
         count = multiprocessors(inputs.q.get_device())
         self.sizes = backward_sizes(problem, tile, self.table.slots if self.table else 0, count)
         heads = problem.nheads if varlen else problem.batch * problem.nheads
@@ -94,8 +96,11 @@ class BackwardPlan:
             make(keys[3], 64, min(tile.block_d, 128)),
             fragments,
         )
+        mode = mode._replace(slopes="alibi_slopes" in problem.needs_grad)
         packed = (stand_in(torch.int32, varlen) for _ in range(3))
-        pointers = BackwardPointers(stand_in(torch.int32), stand_in(torch.float32, problem.alibi), *packed)
+        segments = (stand_in(torch.int32, problem.segments) for _ in range(4))
+        slopes = stand_in(torch.float32, problem.alibi), stand_in(torch.float32, mode.slopes)
+        pointers = BackwardPointers._make((stand_in(torch.int32), slopes[0], *packed, *segments, slopes[1]))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         kernel = backward_kernel if tile.block_d <= 128 else backward_wide_kernel
         self.main = Launch(kernel, grid, (*maps, pointers, self.sizes, scalars, mode, tile, 4))
@@ -159,12 +164,16 @@ class BackwardPlan:
         read = (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse))
         self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)
         slopes = contiguous_or_none(inputs.alibi_slopes)
+        segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
+        grads = {"q": dq, "k": dk, "v": dv}
+        if slopes is not None and "alibi_slopes" in self.problem.needs_grad:
+            grads["alibi_slopes"] = torch.zeros_like(slopes)
         keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
         addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)
-        pointers = (ticket(stream, index), address_of(slopes), *map(address_of, packed))
+        others = (*packed, *segments, grads.get("alibi_slopes"))
+        pointers = (ticket(stream, index), address_of(slopes), *map(address_of, others))
         self.main(stream, *addresses, pointers, self.sizes, self.scalars)
         self.after(stream, acc, dq.data_ptr(), cu, *self.after_tail)
-        grads = {"q": dq, "k": dk, "v": dv}
         if self.sink is not None and inputs.sink is not None:
             sink = inputs.sink.contiguous()
             grads["sink"] = torch.empty_like(sink)

@@ -6,7 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tilewise.backends.hopper.primitives import tilt
+from tilewise.backends.hopper.arguments import Leaders
+from tilewise.backends.hopper.kept_segments import load_leaders, zero_unseen
+from tilewise.backends.hopper.primitives import distance, matrix, tilt
 
 
 @gluon.jit
@@ -28,14 +30,20 @@ def power_below(count: int) -> int:
 
 
 @gluon.jit
-def keep_band_transposed(x, keys, rows, work, OTHER: gl.constexpr, MODE: gl.constexpr):
-    """OTHER outside the band and past the last key; bounds are kept for the keys, of which a thread has two."""
+def keep_transposed(x, keys, rows, leaders, work, OTHER: gl.constexpr, MODE: gl.constexpr):
+    """OTHER outside the band, past the last key and between segments.
+
+    Bounds are kept for the keys, of which a thread has two.
+    """
     begin = gl.where(keys < work.k.length, 0, 1 << 30)
     if MODE.upper:
         begin = gl.maximum(begin, keys - work.upper)
     keep = rows >= begin
     if MODE.lower:
         keep = keep & (rows <= keys - work.lower)
+    if MODE.segments:
+        row_leaders = gl.load(leaders.queries + rows, mask=rows < work.q.length, other=-2)
+        keep = keep & (row_leaders == gl.expand_dims(leaders.keys, 1))
     return gl.where(keep, x, OTHER)
 
 
@@ -58,7 +66,7 @@ def capped_probabilities(s, shift, scalars):
 
 
 @gluon.jit
-def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
+def probabilities(s, lse, keys, rows, leaders, slope_log2, work, scalars, MASKED: gl.constexpr, MODE: gl.constexpr):
     """p^T of a step, and p^T times the derivative of the score by softmax_scale q k^T (1 without a cap)."""
     lse = gl.expand_dims(lse, 0)
     if MODE.softcap:
@@ -67,14 +75,64 @@ def probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED: gl.cons
             shift = tilt(shift, rows, keys, work, slope_log2)
         p, weight = capped_probabilities(s, shift, scalars)
         if MASKED:
-            p = keep_band_transposed(p, keys, rows, work, 0.0, MODE)
-            weight = keep_band_transposed(weight, keys, rows, work, 0.0, MODE)
+            p = keep_transposed(p, keys, rows, leaders, work, 0.0, MODE)
+            weight = keep_transposed(weight, keys, rows, leaders, work, 0.0, MODE)
         return p, weight
     else:
         x = s * scalars.scale_log2 - lse
         if MODE.alibi:
             x = tilt(x, rows, keys, work, slope_log2)
         if MASKED:
-            x = keep_band_transposed(x, keys, rows, work, float("-inf"), MODE)
+            x = keep_transposed(x, keys, rows, leaders, work, float("-inf"), MODE)
         p = gl.exp2(x)
         return p, p
+
+
+@gluon.jit
+def leaders_of(work, key0, pointers, sizes, S_LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """Leaders of 64 keys from ``key0`` on, and where those of the queries are; nothing without segments."""
+    if MODE.segments:
+        of_queries = pointers.leaders_q + work.batch.to(gl.int64) * sizes.seqlen_q
+        of_keys = pointers.leaders_k + work.batch.to(gl.int64) * sizes.seqlen_k
+        return Leaders(load_leaders(of_keys, key0, work.k.length, 64, gl.SliceLayout(1, S_LAYOUT), -1), of_queries)
+    else:
+        return 0
+
+
+@gluon.jit
+def only_seen(shared, work, pointers, sizes, FROM: gl.constexpr, TILE: gl.constexpr):
+    """Zeros for those of 64 of a tile's keys and values, from FROM on, that no query sees."""
+    if gl.load(pointers.unseen + work.batch * sizes.blocks + work.block) != 0:
+        of_keys = pointers.leaders_k + work.batch.to(gl.int64) * sizes.seqlen_k
+        key0 = work.block * TILE.block_n
+        zero_unseen(matrix(shared.k.slots.index(0)), of_keys, key0, work.k.length, FROM, 64)
+        zero_unseen(matrix(shared.v.slots.index(0)), of_keys, key0, work.k.length, FROM, 64)
+
+
+@gluon.jit
+def no_slope_gradient(S_LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """The sum of a head's slope gradient over what each key of a warpgroup has met."""
+    if MODE.slopes:
+        return gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+    else:
+        return 0.0
+
+
+@gluon.jit
+def with_slope_gradient(dslope, p, dp, keys, rows, work, MODE: gl.constexpr):
+    """The same sum with a step's share: the slope's factor in a score is minus the distance.
+
+    That is computed again: kept since the scores, distances would take a register for each.
+    """
+    if MODE.slopes:
+        anew = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [keys], dtype=gl.int32, is_pure=False, pack=1)
+        return dslope - gl.sum(p * dp * distance(rows, anew, work), 1)
+    else:
+        return dslope
+
+
+@gluon.jit
+def add_slope_gradient(dslope, head, pointers):
+    """Add a tile's share to a head's slope gradient, in any order."""
+    LAYOUT: gl.constexpr = dslope.type.layout
+    gl.atomic_add(pointers.slope_gradients + head + gl.zeros([64], gl.int32, layout=LAYOUT), dslope)

@@ -25,7 +25,16 @@ from tilewise.backends.hopper.backward_parts import (
     row_block,
     row_steps,
 )
-from tilewise.backends.hopper.backward_scores import power_below, probabilities, start_over_channels
+from tilewise.backends.hopper.backward_scores import (
+    add_slope_gradient,
+    leaders_of,
+    no_slope_gradient,
+    only_seen,
+    power_below,
+    probabilities,
+    start_over_channels,
+    with_slope_gradient,
+)
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
 from tilewise.backends.hopper.primitives import (
     LOG2E,
@@ -53,8 +62,8 @@ def start_part(ds, k, COL: gl.constexpr):
 
 
 @gluon.jit
-def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.constexpr, MASKED: gl.constexpr,
-         MODE: gl.constexpr, TILE: gl.constexpr):
+def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
+         MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """One block of 64 query rows against the tile's 64 keys."""
     DTYPE: gl.constexpr = shared.ds.dtype
     STAGES: gl.constexpr = TILE.stages
@@ -79,10 +88,12 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     s = warpgroup_mma_wait(1 if power_below(TILE.channels_v) == TILE.channels_v else 2, deps=(s,))
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
-    p, weight = probabilities(s, lse, keys, rows, slope_log2, work, scalars, MASKED, MODE)
-    p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+    chance, weight = probabilities(s, lse, keys, rows, leaders, slope_log2, work, scalars, MASKED, MODE)
+    p = gl.convert_layout(chance.to(DTYPE), P_LAYOUT, assert_trivial=True)
     dv = warpgroup_mma(p, dout.slice(INDEX * HALF, HALF, 1), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
+    if INDEX == 0:
+        dslope = with_slope_gradient(dslope, chance, dp, keys, rows, work, MODE)
     ds = (weight * dp).to(DTYPE)
     publish(ds_smem, ds)
     ds = gl.convert_layout(ds, P_LAYOUT, assert_trivial=True)
@@ -96,7 +107,7 @@ def step(i, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX: gl.con
     dq = start_part(ds_smem, k, INDEX * HALF + 64)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     hand_over_dq(dq, shared, 2 * i + 1, INDEX)
-    return dk, dv
+    return dk, dv, dslope
 
 
 @gluon.jit
@@ -105,6 +116,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     """Channels [128 INDEX, 128 INDEX + 128) of dk, dv and dq of every tile."""
     DTYPE: gl.constexpr = dk_desc.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUT_SLOTS: gl.constexpr = [2] + dk_desc.block_type.shape
     out_smem = reinterpret(shared.dq, DTYPE, OUT_SLOTS, dk_desc.layout).index(INDEX)
     tiles = count_tiles(pointers, sizes, sizes.nheads // sizes.group, MODE)
@@ -113,27 +125,35 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     it = 0
     while tile < tiles:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
-        steps = row_steps(work, MODE, TILE)
+        steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * KEYS
         slope_log2 = 0.0
         dk = gl.zeros([64, HALF], gl.float32, layout=D_LAYOUT)
         dv = gl.zeros([64, HALF], gl.float32, layout=D_LAYOUT)
         mbarrier.wait(shared.k.full.index(0), n & 1)
         mbarrier.wait(shared.v.full.index(0), n & 1)
+        leaders = leaders_of(work, key0, pointers, sizes, S_LAYOUT, MODE)
+        if MODE.segments:
+            only_seen(shared, work, pointers, sizes, 0, TILE)
+        dslope = no_slope_gradient(S_LAYOUT, MODE)
         for g in range(0, sizes.group):
             if MODE.alibi:
                 head = work.batch * sizes.nheads + work.head * sizes.group + g
                 slope_log2 = gl.load(pointers.alibi_slopes + head) * LOG2E
             for t in range(0, steps.masked):
-                dk, dv = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, shared, slope_log2, work, scalars,
-                              INDEX, True, MODE, TILE)
+                dk, dv, dslope = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
+                                      leaders, work, scalars, INDEX, True, MODE, TILE)
                 it += 1
             for t in range(steps.masked, steps.count):
                 row0 = 0  # only ALiBi asks where an unmasked block lies
                 if MODE.alibi:
                     row0 = row_block(steps, t, MODE) * ROWS
-                dk, dv = step(it, row0, key0, dk, dv, shared, slope_log2, work, scalars, INDEX, False, MODE, TILE)
+                dk, dv, dslope = step(it, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX,
+                                      False, MODE, TILE)
                 it += 1
+            if MODE.slopes and INDEX == 0:
+                add_slope_gradient(dslope, work.batch * sizes.nheads + work.head * sizes.group + g, pointers)
+                dslope = no_slope_gradient(S_LAYOUT, MODE)
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         mbarrier.arrive(shared.v.empty.index(0), count=1)
         mbarrier.wait(shared.dq_added.index(INDEX), 1)  # the writer has read this tile's last part

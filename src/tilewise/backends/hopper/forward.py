@@ -10,7 +10,6 @@ from tilewise.backends.hopper.barriers import tell
 from tilewise.backends.hopper.primitives import (
     count_tiles,
     drawn,
-    key_blocks,
     matrix,
     publish,
     rows_at,
@@ -29,6 +28,7 @@ from tilewise.backends.hopper.works import (
     rows_of,
     seen_rows,
     sink_of,
+    tile_blocks,
 )
 
 
@@ -51,7 +51,7 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, si
     while tile < tiles:
         work = peek_work(works, n, await_block(works, n), sizes, MODE)
         head_k = work.head // sizes.group
-        blocks = key_blocks(work, BLOCK_M, TILE.block_n, MODE)
+        blocks = tile_blocks(work, pointers, sizes, MODE, TILE)
         count = blocks.last - blocks.first
         first_key = work.split * sizes.split_keys
         for c in gl.static_range(CONSUMERS):
@@ -170,19 +170,19 @@ def consumer(o_desc, o_slots, q_ring, k_ring, v_ring, works, pointers, sizes, sc
         work = read_work(works, n, block, sizes, MODE)
         rows = rows_of(work, pointers, sizes, INDEX, MODE, TILE)
         every = rows.blocks
-        if MODE.lower or MODE.upper:
+        if (MODE.lower or MODE.upper) and not MODE.segments:
             rows = seen_rows(rows, TILE, MODE)
         sink_log2 = sink_of(work, pointers, sizes, MODE)
-        if MODE.upper:
+        if MODE.upper and not MODE.segments:
             it = leave_out(it, every.last - rows.blocks.last, k_ring, v_ring, INDEX, TILE)
         q = take_q(q_ring, n, INDEX, TILE)
         p, row_max, row_sum = first_block(it, q, k_ring, rows, scalars, DTYPE, INDEX, MODE, TILE)
         p, o, row_max, row_sum = walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE, INDEX, MODE,
                                       TILE)
         it += rows.blocks.last - rows.blocks.first
-        o, lse, factor = last_product(it, p, o, row_max, row_sum, v_ring, sink_log2, scalars, DTYPE, INDEX, MODE,
-                                      TILE)
-        if MODE.lower:
+        o, lse, factor = last_product(it, p, o, row_max, row_sum, v_ring, rows, sink_log2, scalars, DTYPE, INDEX,
+                                      MODE, TILE)
+        if MODE.lower and not MODE.segments:
             it = leave_out(it, rows.blocks.first - every.first, k_ring, v_ring, INDEX, TILE)
         store_rows(o, lse, factor, o_desc, o_slots.index(INDEX), pointers, work, rows.row0, sizes, MODE, TILE)
         n += 1

@@ -17,6 +17,7 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float32: "fp32",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 RAGGED = 1 << 30
 

@@ -16,6 +16,7 @@ from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
 from tilewise.backends.hopper.maps import dense_map, packed_map
+from tilewise.backends.hopper.plans_segments import NO_SEGMENTS, Segments
 from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
@@ -23,7 +24,7 @@ from tilewise.problem import Problem
 
 MERGED_ROWS = 4  # rows that one program merges
 CHUNK = 1024  # sequences that one step of a scan over offsets takes
-NO_EXTRAS: tuple[int | None, ...] = (None,) * 5  # of ``Pointers``: slopes, sink and the packed form's three
+NO_EXTRAS: tuple[int | None, ...] = (None,) * 9  # of ``Pointers``: slopes, sink, the packed form's and segments'
 
 
 def stand_in(dtype: torch.dtype, wanted: bool = True) -> torch.Tensor | None:
@@ -154,7 +155,8 @@ class ForwardPlan:
             make(meta_tensor(self.out_shape, problem.dtype), 64, tile.box_dv // tile.out_parts),
         )
         self.table = None
-        self.extras = varlen or problem.alibi or problem.sink
+        self.extras = varlen or problem.alibi or problem.sink or problem.segments
+        self.segments = Segments(problem, inputs, tile.block_m, tile.block_n, False) if problem.segments else None
         if varlen:
             self.table = Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
             self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
@@ -168,6 +170,7 @@ class ForwardPlan:
             stand_in(torch.float32, problem.alibi),
             stand_in(torch.float32, problem.sink),
             *(stand_in(torch.int32, varlen) for _ in range(3)),
+            *(stand_in(torch.int32, problem.segments) for _ in range(4)),
         )
         grid = min(processors, self.sizes.tiles)
         self.launch = Launch(forward_kernel, grid, (*maps, pointers, self.sizes, self.scalars, mode, tile, 4))
@@ -179,7 +182,8 @@ class ForwardPlan:
             cu_q, cu_k = offsets_of(inputs)
             packed = (cu_q, cu_k, self.table.make(stream, cu_q))
             self.clear(stream, out.data_ptr(), lse_at, cu_q.data_ptr(), *self.clear_tail)
-        return contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink), *packed
+        segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
+        return contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink), *packed, *segments
 
     def run(self, inputs: Inputs) -> State:
         """(out, lse) on the current stream."""

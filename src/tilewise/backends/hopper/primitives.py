@@ -258,9 +258,15 @@ def capped(s, scalars):
 
 
 @gluon.jit
+def distance(rows, cols, work):
+    """|i + shift - j|, by which ALiBi's slope is multiplied."""
+    return gl.abs((rows + work.shift - cols).to(gl.float32))
+
+
+@gluon.jit
 def tilt(s, rows, cols, work, slope_log2):
     """ALiBi, in units of log2."""
-    return s - slope_log2 * gl.abs((rows + work.shift - cols).to(gl.float32))
+    return s - slope_log2 * distance(rows, cols, work)
 
 
 @gluon.jit

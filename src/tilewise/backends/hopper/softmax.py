@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.barriers import hold, pin
 from tilewise.backends.hopper.follow import by_threads, follow, over_groups
+from tilewise.backends.hopper.kept_segments import keep_segments
 from tilewise.backends.hopper.primitives import LN2, capped, keep_band, scale_moved, tilt
 
 ALL = gl.constexpr(arguments.ALL)
@@ -44,7 +45,7 @@ def thread_tops(s):
 @gluon.jit
 def seen(row_max, MODE: gl.constexpr):
     """The maximum to subtract: none of a row that has seen nothing yet."""
-    if MODE.lower or MODE.upper or MODE.varlen:
+    if MODE.lower or MODE.upper or MODE.varlen or MODE.segments:
         return gl.where(row_max == float("-inf"), 0.0, row_max)
     else:
         return row_max
@@ -123,10 +124,13 @@ def kept_scores(s, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.c
 
 
 @gluon.jit
-def block_scores(s, row_max, row0, block, blocks, slope_log2, work, scalars, PARTIAL: gl.constexpr, MODE: gl.constexpr,
-                 TILE: gl.constexpr):
+def block_scores(s, row_max, block, rows, scalars, PARTIAL: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """Scores of a block, masked where it is partial (never, unless PARTIAL), against the new maximum."""
-    s, scale_log2 = kept_scores(s, row0, block, blocks, slope_log2, work, scalars, PARTIAL, MODE)
+    blocks = rows.blocks
+    s, scale_log2 = kept_scores(s, rows.row0, block, blocks, rows.slope_log2, rows.work, scalars, PARTIAL, MODE)
+    if MODE.segments:
+        if block >= blocks.full_last or block < blocks.full_first:
+            s = keep_segments(s, block, rows)
     return shifted(s, row_max, scale_log2, MODE, TILE)
 
 

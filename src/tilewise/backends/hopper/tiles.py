@@ -105,7 +105,7 @@ def forward_tile(problem: Problem) -> ForwardTile:
     """
     dims, mode = (problem.headdim, problem.headdim_v), mode_of(problem)
     sides = min((sides for sides in FORWARD if all(map(ge, sides, dims))), key=sum)
-    if fills(problem, 192, 1.125) and not problem.softcap:
+    if fills(problem, 192, 1.125) and not problem.softcap and not problem.segments:
         keys, plain = keys_of_query(problem), mode.raw_scale and not problem.varlen
         if mode.lower and plain:
             for most, tile in WINDOWS.get(sides, ()):
@@ -118,6 +118,8 @@ def forward_tile(problem: Problem) -> ForwardTile:
             if keys >= (causal if mode.upper else full):
                 return tile
     differ = problem.varlen or mode.upper
+    if problem.segments:  # leaders take the registers that q would
+        return FORWARD[sides]._replace(q_in_registers=False, turns=True)
     tile = FORWARD[sides] if mode.lower else (CAUSAL if differ else FULL).get(sides, FORWARD[sides])
     return tile._replace(turns=True) if differ else tile
 
@@ -184,7 +186,7 @@ def key_splits(problem: Problem, tile: ForwardTile, processors: int) -> int:
     Costs are counted in key blocks: each tile's own, and those that starting and ending it and merging the states
     take. Cutting must gain a tenth.
     """
-    if problem.varlen:
+    if problem.varlen or problem.segments:
         return 1
     seen = seen_keys(problem)
     wanted = -(-problem.seqlen_q // tile.block_m) * problem.batch * problem.nheads
@@ -209,6 +211,7 @@ def mode_of(problem: Problem) -> Mode:
         softcap=problem.softcap > 0,
         alibi=problem.alibi,
         sink=problem.sink,
+        segments=problem.segments,
         by_block=by_block,
         raw_scale=plain,
     )

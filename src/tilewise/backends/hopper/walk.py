@@ -12,6 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from tilewise.backends.hopper.barriers import tell_if
+from tilewise.backends.hopper.kept_segments import zero_unseen
+from tilewise.backends.hopper.primitives import matrix
 from tilewise.backends.hopper.products import (
     as_operand,
     as_words,
@@ -45,6 +47,18 @@ def let_go_scored(it, last, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def only_seen(it, block, v_ring, rows, TILE: gl.constexpr):
+    """Zeros for the values of the ``it``-th block, number ``block`` of its sequence, that no query sees."""
+    blocks = rows.blocks
+    if block >= blocks.full_last or block < blocks.full_first:
+        if gl.load(rows.unseen + block) != 0:
+            slot, phase = place(it, TILE.stages)
+            mbarrier.wait(v_ring.full.index(slot), phase & 1)
+            v = matrix(v_ring.slots.index(slot))
+            zero_unseen(v, rows.leaders_k, block * TILE.block_n, rows.work.k.length, 0, TILE.block_n)
+
+
+@gluon.jit
 def first_block(it, q, k_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr, MODE: gl.constexpr,
                 TILE: gl.constexpr):
     """A tile's first block, with nothing to run beside its product."""
@@ -57,9 +71,7 @@ def first_block(it, q, k_ring, rows, scalars, DTYPE: gl.constexpr, INDEX: gl.con
     LAYOUT: gl.constexpr = s.type.layout
     row_sum = partial_sums(gl.zeros(s.shape, gl.float32, layout=LAYOUT))
     row_max = new_max(row_sum, LAYOUT, TILE)
-    x, rescale, row_max = block_scores(
-        s, row_max, rows.row0, blocks.last - 1, blocks, rows.slope_log2, rows.work, scalars, True, MODE, TILE
-    )
+    x, rescale, row_max = block_scores(s, row_max, blocks.last - 1, rows, scalars, True, MODE, TILE)
     p, row_sum = exponentials(x, rescale, row_sum, FREE)
     return as_words(p, DTYPE), row_max, row_sum
 
@@ -69,6 +81,8 @@ def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIA
          INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """Block t + 1: its whole softmax runs under block t's product with v."""
     blocks = rows.blocks
+    if MODE.segments:
+        only_seen(it, blocks.last - 1 - t, v_ring, rows, TILE)
     if TILE.halved:
         s, o = halved_products(it, q, as_operand(p, DTYPE, TILE), o, k_ring, v_ring, INDEX, TILE)
     else:
@@ -78,9 +92,7 @@ def step(t, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars, PARTIA
         pass_turn(INDEX, TILE)
         s = await_scores(s, TILE)
     let_go_scored(it + 1, t + 2 == blocks.last - blocks.first, INDEX, TILE)
-    x, rescale, row_max = block_scores(
-        s, row_max, rows.row0, blocks.last - 2 - t, blocks, rows.slope_log2, rows.work, scalars, PARTIAL, MODE, TILE
-    )
+    x, rescale, row_max = block_scores(s, row_max, blocks.last - 2 - t, rows, scalars, PARTIAL, MODE, TILE)
     p_new, row_sum = exponentials(x, rescale, row_sum, FREE if TILE.halved else ALL if PARTIAL else TILE.held)
     if not TILE.halved:
         o = await_product(o, 0, TILE)
@@ -106,7 +118,7 @@ def walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE: gl.co
     Those that need no mask have a loop of their own, without a branch to the mask, unless that takes registers that the
     scores' own pass leaves none of, or the tile's windows have one loop.
     """
-    LOOPS: gl.constexpr = MODE.raw_scale and not (MODE.lower and TILE.one_loop)
+    LOOPS: gl.constexpr = MODE.raw_scale and not (MODE.lower and TILE.one_loop) and not MODE.segments
     last = rows.blocks.last - 1
     o = zero_out(TILE)
     begin = 0
@@ -118,7 +130,7 @@ def walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE: gl.co
     if LOOPS and MODE.lower:
         end = gl.maximum(last - rows.blocks.full_first, begin)
     p, o, row_max, row_sum = steps(begin, end, it, q, p, o, row_max, row_sum, k_ring, v_ring, rows, scalars,
-                                   not LOOPS and (MODE.lower or MODE.upper), DTYPE, INDEX, MODE, TILE)
+                                   not LOOPS and (MODE.lower or MODE.upper or MODE.segments), DTYPE, INDEX, MODE, TILE)
     if LOOPS and MODE.lower:
         p, o, row_max, row_sum = steps(end, last - rows.blocks.first, it, q, p, o, row_max, row_sum, k_ring, v_ring,
                                        rows, scalars, True, DTYPE, INDEX, MODE, TILE)
@@ -126,9 +138,11 @@ def walk(it, q, p, row_max, row_sum, k_ring, v_ring, rows, scalars, DTYPE: gl.co
 
 
 @gluon.jit
-def last_product(it, p, o, row_max, row_sum, v_ring, sink_log2, scalars, DTYPE: gl.constexpr, INDEX: gl.constexpr,
-                 MODE: gl.constexpr, TILE: gl.constexpr):
+def last_product(it, p, o, row_max, row_sum, v_ring, rows, sink_log2, scalars, DTYPE: gl.constexpr,
+                 INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """The accumulator after a tile's last product with v; lse, and the factor that makes out of it."""
+    if MODE.segments:
+        only_seen(it - 1, rows.blocks.first, v_ring, rows, TILE)
     await_turn(INDEX, TILE)
     o = start_product(as_operand(p, DTYPE, TILE), v_ring, it - 1, o, TILE)
     pass_turn(INDEX, TILE)

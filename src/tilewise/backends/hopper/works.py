@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.hopper.arguments import KeyBlocks, Ring, Rows, Span, Work
+from tilewise.backends.hopper.kept_segments import load_leaders, met_blocks
 from tilewise.backends.hopper.primitives import (
     LOG2E,
     TICKETS,
@@ -166,13 +167,31 @@ def peek_work(works, n, block, sizes, MODE: gl.constexpr):
 
 
 @gluon.jit
+def tile_blocks(work, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Key blocks of a query tile."""
+    blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
+    if MODE.segments:
+        blocks = met_blocks(blocks, work.batch * sizes.blocks + work.block, pointers)
+    return blocks
+
+
+@gluon.jit
 def rows_of(work, pointers, sizes, INDEX: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
     """Rows [64 INDEX, 64 INDEX + 64) of a tile."""
     slope_log2 = 0.0
     if MODE.alibi:
         slope_log2 = gl.load(pointers.alibi_slopes + work.batch * sizes.nheads + work.head) * LOG2E
-    blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
-    return Rows(work, blocks, (work.block * TILE.consumers + INDEX) * 64, slope_log2)
+    blocks = tile_blocks(work, pointers, sizes, MODE, TILE)
+    row0 = (work.block * TILE.consumers + INDEX) * 64
+    if MODE.segments:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_n, 16]))
+        leaders_q = pointers.leaders_q + work.batch.to(gl.int64) * sizes.seqlen_q
+        leaders_k = pointers.leaders_k + work.batch.to(gl.int64) * sizes.seqlen_k
+        unseen = pointers.unseen + work.batch * ((sizes.seqlen_k + TILE.block_n - 1) // TILE.block_n)
+        leaders = load_leaders(leaders_q, row0, work.q.length, 64, LAYOUT, -2)
+        return Rows(work, blocks, row0, slope_log2, leaders, leaders_k, unseen)
+    else:
+        return Rows(work, blocks, row0, slope_log2, 0, 0, 0)
 
 
 @gluon.jit
@@ -184,7 +203,8 @@ def seen_rows(rows, TILE: gl.constexpr, MODE: gl.constexpr):
     last = gl.maximum(gl.minimum(own.last, every.last), first + 1)
     full_last = gl.minimum(gl.maximum(own.full_last, first), last)
     full_first = gl.minimum(gl.maximum(own.full_first, first), full_last)
-    return Rows(rows.work, KeyBlocks(first, full_first, full_last, last), rows.row0, rows.slope_log2)
+    blocks = KeyBlocks(first, full_first, full_last, last)
+    return Rows(rows.work, blocks, rows.row0, rows.slope_log2, rows.leaders, rows.leaders_k, rows.unseen)
 
 
 @gluon.jit
