@@ -27,7 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "segments": SEGMENTS | {"causal": "bottom_right"},
     "segments_full": SEGMENTS,
     "slopes": SLOPES | {"causal": "bottom_right"},
-    "every_gradient": SEGMENTS | SLOPES | {"window_left": 100, "window_right": 20, "softcap": 30.0, "sink": True},
+    "every_gradient": SEGMENTS | SLOPES | {"window_left": 100, "window_right": 20, "sink": True},
     "everything": {
         "causal": "top_left",
         "window_left": 100,

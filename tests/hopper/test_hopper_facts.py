@@ -70,6 +70,7 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"dropout_p": 0.1}, "dropout_p"),
         ({"derivative": "jvp"}, "derivative"),
         ({"deterministic": True, "needs_grad": ("q",)}, "deterministic"),
+        ({"alibi": True, "softcap": 9.0, "headdim": 136, "needs_grad": ("alibi_slopes",)}, "gradient"),
         ({"seqlen_k": 1 << 30}, "seqlen"),
     ],
 )

@@ -26,7 +26,10 @@ def block_leaders(own_ptr, segments_q_ptr, batch, block, own_stride, own_length,
     queries_ptr = segments_q_ptr + tl.cast(batch, tl.int64) * seqlen_q
     leader = tl.full([ROWS], NOBODY, tl.int32)
     seen = tl.zeros([ROWS], tl.int32)
-    for begin in range(0, seqlen_q, CHUNK):
+    end = seqlen_q
+    if not SEEN:  # a query is of its own segment, so the first one of it comes no later
+        end = tl.minimum(end, (block + 1) * ROWS)
+    for begin in range(0, end, CHUNK):
         chunk = tl.load(queries_ptr + tl.minimum(begin + tl.arange(0, CHUNK), seqlen_q - 1))
         if (tl.min(chunk) <= high) & (tl.max(chunk) >= low):
             for part in range(begin, begin + CHUNK, PART):
