@@ -148,7 +148,8 @@ def check_tensors(arguments: Arguments) -> None:
 
 def _check_dtype(row: Row, tensor: torch.Tensor) -> None:
     if tensor.dtype not in row.dtypes:
-        needs = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
+        needs = names if len(row.dtypes) == 1 else f"one of {names}"
         hint = f" ({_HINTS[row.name]})" if row.name in _HINTS else ""
         raise InvalidType(f"{row.name}: dtype is {str(tensor.dtype).removeprefix('torch.')}, must be {needs}{hint}")
 

@@ -40,7 +40,7 @@ def test_the_gpu_speed_is_what_was_recorded():
 
 def test_a_recorded_gpu_run_becomes_a_page():
     facts = {"device": "a GPU", "torch": "2.11", "triton": "3.6", "driver": "1", "commit": "abc", "date": "2026-01-01"}
-    facts["peers"] = {"fa3": "3.0"}
+    facts |= {"peers": {"fa3": "3.0"}, "command": "python -m tilewise bench gpu --seconds 1"}
     shared = {"figure": "time", "table": "square", "case": "c", "pass": "forward", "of_matmul": 0.5, **facts}
     rows = [
         {**shared, "contender": "tilewise-hopper", "tflops": 650.0, "ratios": {"fa3": 1.05}, "of_one_length": 0.9},
@@ -53,7 +53,7 @@ def test_a_recorded_gpu_run_becomes_a_page():
     text = gpu_speed.page(rows)
     assert "| forward | c | fa3 620 | 650 | 1.05 | 0.50 |" in text
     assert "| forward | `hopper` | best peer | 1 | 1.05 | 1.05 | c |" in text
-    for words in ("fa3 83", "3.00 ms, 1.10 x cudnn-sdpa", "forward 1.25 s", "0.90 of its rate", "commit abc"):
+    for words in ("fa3 83", "3.00 ms, 1.10 x cudnn-sdpa", "forward 1.25 s", "0.90 of its rate", "commit abc", "gpu --seconds 1`"):
         assert words in text
     assert "| fa3 620 |" not in gpu_speed.short(rows)
 
@@ -124,6 +124,7 @@ def test_logs_lose_what_is_not_theirs():
 
 def test_recorded_rows_become_a_table():
     facts = {"device": "a CPU", "threads": 2, "torch": "2.13.0", "date": "2026-01-01"}
+    facts |= {"commit": "abc", "command": "python -m tilewise bench cpu"}
     shared = {"case": "fp32 (1, 8, 1, 4)", "pass": "forward", **facts}
     rows = [
         {"figure": "time", "contender": "torch-sdpa", "ms": 1.0, "ratio_to_torch": 1.0, **shared},
@@ -136,4 +137,4 @@ def test_recorded_rows_become_a_table():
     assert "torch-sdpa" not in text
     assert "20 us, +12 us over torch's" in text
     assert "`cpu`: 10 MiB above the 32 MiB that it returns" in text
-    assert "a CPU, 2 threads, torch 2.13.0, 2026-01-01" in text
+    assert "a CPU, 2 threads, torch 2.13.0, commit abc, 2026-01-01: `python -m tilewise bench cpu`" in text

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tilewise.descale import FP8
-from tilewise.device import DeviceFacts
+from tilewise.device import DeviceFacts, at_least
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
@@ -34,6 +34,14 @@ def forward_only(problem: Problem) -> tuple[Reason, ...]:
     if problem.dtype != FP8 or not asked:
         return ()
     return (Reason("gradient", ", ".join(asked), "none for fp8", "detach the inputs, or train in bf16"),)
+
+
+def old_triton(facts: DeviceFacts, wanted: tuple[int, int]) -> tuple[Reason, ...]:
+    """Why a machine's Triton, older than ``wanted`` or absent, does not do."""
+    if at_least(facts.triton, wanted):
+        return ()
+    version = ".".join(map(str, wanted))
+    return (Reason("triton", facts.triton or "none", f">= {version}", f"pip install 'triton>={version}'"),)
 
 
 class Backend(Protocol):

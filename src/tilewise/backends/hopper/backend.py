@@ -8,8 +8,8 @@ import torch
 
 from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, fp8_tile, rate, seen_keys
 from tilewise.descale import FP8
-from tilewise.device import DeviceFacts, at_least
-from tilewise.dispatch.backend import Gradients, Reason, State, forward_only
+from tilewise.device import DeviceFacts
+from tilewise.dispatch.backend import Gradients, Reason, State, forward_only, old_triton
 from tilewise.inputs import Inputs
 from tilewise.masks import band, kept_pairs
 from tilewise.problem import DTYPE_NAMES, Problem
@@ -26,8 +26,7 @@ def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
         found.append(Reason("device", problem.device_type, "cuda"))
     if facts.arch != "sm_90":
         found.append(Reason("arch", facts.arch or "unknown", "sm_90"))
-    if not at_least(facts.triton, TRITON):
-        found.append(Reason("triton", facts.triton or "none", ">= " + ".".join(map(str, TRITON))))
+    found += old_triton(facts, TRITON)
     if problem.dtype not in (torch.float16, torch.bfloat16, FP8):
         found.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "fp16, bf16 or fp8"))
     return found

@@ -13,10 +13,10 @@ import torch
 from tilewise import masks
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton.facts import INTERPRETED
-from tilewise.device import DeviceFacts, at_least
-from tilewise.dispatch.backend import Gradients, Reason, State
+from tilewise.device import DeviceFacts
+from tilewise.dispatch.backend import Gradients, Reason, State, old_triton
 from tilewise.inputs import Inputs
-from tilewise.problem import Problem
+from tilewise.problem import DTYPE_NAMES, Problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON = (3, 6)  # the oldest whose language and launcher the kernels are written for
@@ -34,19 +34,15 @@ class Triton:
 
     def supports(self, problem: Problem, facts: DeviceFacts) -> tuple[Reason, ...]:
         """Every feature, forward and backward; not fp64, and second derivatives are the cpu backend's."""
-        reasons = []
-        if not at_least(facts.triton, TRITON):
-            wanted = ".".join(map(str, TRITON))
-            hint = f"pip install 'triton>={wanted}'"
-            reasons.append(Reason("triton", facts.triton or "none", f">= {wanted}", hint))
+        reasons = [*old_triton(facts, TRITON)]
         if facts.type != "cuda" and not INTERPRETED:
             reasons.append(Reason("device", facts.type, "cuda", "TRITON_INTERPRET=1 runs it slowly on the CPU"))
         if facts.arch.startswith("sm_") and int(facts.arch[3:]) < 80:
             reasons.append(Reason("arch", facts.arch, "sm_80 or later"))
         if problem.dtype not in DTYPES:
-            reasons.append(Reason("dtype", str(problem.dtype).removeprefix("torch."), "bfloat16, float16 or float32"))
+            reasons.append(Reason("dtype", DTYPE_NAMES.get(problem.dtype, str(problem.dtype)), "bf16, fp16 or fp32"))
         elif INTERPRETED and problem.dtype == torch.bfloat16:
-            reasons.append(Reason("dtype", "bfloat16", "float16 or float32 under Triton's interpreter"))
+            reasons.append(Reason("dtype", "bf16", "fp16 or fp32 under Triton's interpreter"))
         if problem.derivative in ("jvp", "second"):
             reasons.append(Reason("derivative", problem.derivative, "forward or backward", 'backend="cpu" has it'))
         return tuple(reasons)
