@@ -86,7 +86,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
     acc = torch.full((padded * headdim,), torch.nan)
     tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
     strides = (stride, stride, lse_stride)
-    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4, False)
     assert (acc == 0).all()
     assert not found_lse.isnan().any()
     assert not found_delta.isnan().any()
@@ -98,7 +98,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
         behind = (int(OFFSETS[-2]) // block_m + BATCH - 1) * block_m + LENGTHS[-1]
         acc.view(nheads, -1, headdim)[:, behind // 64 * 64 + 64 :] = 0
     dq = torch.full_like(out, torch.nan)
-    after_kernel[(padded // 64,)](acc, dq, offsets, stride, *sizes, lead[0], headdim, 1.0, block_m, headdim, 4)
+    after_kernel[(padded // 64,)](acc, dq, offsets, stride, *sizes, lead[0], headdim, 1.0, block_m, headdim, 4, False)
     assert not dq.isnan().any()
     delta = -(out.float() * dout.float()).sum(-1).transpose(-1, -2) + dlse
     for b, length in enumerate(lengths):

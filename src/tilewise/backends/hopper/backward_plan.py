@@ -103,7 +103,7 @@ class BackwardPlan:
         pointers = BackwardPointers._make((stand_in(torch.int32), slopes[0], *packed, *segments, slopes[1]))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         kernel = backward_kernel if tile.block_d <= 128 else backward_wide_kernel
-        self.main = Launch(kernel, grid, (*maps, pointers, self.sizes, scalars, mode, tile, 4))
+        self.main = Launch(kernel, grid, (*maps, pointers, self.sizes, scalars, mode, tile, 4), early=True)
 
     def _around(self, problem: Problem, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:
         """The launches before and after."""
@@ -118,7 +118,7 @@ class BackwardPlan:
         self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v)
         self.after_tail = (of_dq, *common, shape[0], problem.headdim, self.scalars.softmax_scale)
         before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
-        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, SEARCH))
+        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, SEARCH, True))
         self.sink = None
         if "sink" in problem.needs_grad:
             self.sink_tail = (of_lse, *common)
@@ -128,7 +128,8 @@ class BackwardPlan:
             clear = (same, None, cu, problem.batch, problem.total_k, 0, 0, 32, 128)
             self.clear = Launch(clear_kernel, -(-problem.total_k // 32), clear)
         after = (fp32, same, cu, *self.after_tail)
-        self.after = Launch(after_kernel, self.rows // 64, (*after, tile.block_m, tile.block_d, SEARCH))
+        sizes = (tile.block_m, tile.block_d, SEARCH, True)
+        self.after = Launch(after_kernel, self.rows // 64, (*after, *sizes), early=True)
 
     def _key_gradients(
         self, stream: int, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, same_lengths: bool

@@ -38,6 +38,7 @@ from tilewise.backends.hopper.backward_scores import (
 from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
 from tilewise.backends.hopper.primitives import (
     LOG2E,
+    begin_early,
     count_tiles,
     matrix,
     new_tickets,
@@ -174,6 +175,7 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     shared = new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, 2, TILE)
     tickets = new_tickets(3)
     fence_async_shared()
+    begin_early()
     gl.warp_specialize([
         (consumer, (dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, 0, MODE, TILE)),
         (consumer, (dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, 1, MODE, TILE)),

@@ -132,7 +132,10 @@ class Launch:
 
     __slots__ = ("constants", "fixed", "grid", "maps", "run")
 
-    def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
+    def __init__(
+        self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4, early: bool = False
+    ) -> None:
+        """``early``: it may start beside the launch before it, and waits itself for what that one writes."""
         self.grid = grid
         self.constants = tuple(v for v, p in zip(arguments, kernel.params, strict=True) if p.is_constexpr)
         types = tuple(None if p.is_constexpr else _type_of(v) for v, p in zip(arguments, kernel.params, strict=True))
@@ -148,7 +151,7 @@ class Launch:
         else:
             self.run, metas = direct
             # cooperative grid, programmatic launch, two scratch buffers; then metadata and hooks
-            self.fixed = (compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
+            self.fixed = (compiled.function, False, early, None, None, compiled.packed_metadata, None, None, None)
         self.maps = tuple(map(Encoded, maps, metas))
 
     def __call__(self, stream: int, *arguments: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -58,12 +59,15 @@ def head_address(ptr, stride, batch, head, token):
 @triton.jit
 def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_ptr, dq_ptr, cu_seqlens_ptr, out_stride,
                   dout_stride, lse_stride, batch, nheads, seqlen, head_blocks, headdim_v,
-                  BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """lse in units of log2, -delta = dlse - rowsum(out * dout), and zeros for dq.
+                  BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+                  EARLY: tl.constexpr):
+    """lse in units of log2, -delta = dlse - rowsum(out * dout), and zeros for dq. EARLY: the next launch is.
 
     Strides of out and dout are (batch, row, head) and of lse (batch, head), in elements. Rows past the sequence get
     zeros; so does lse where it is -inf, for such a row is masked throughout.
     """
+    if EARLY:
+        gdc_launch_dependents()
     block, part, index, head, within = find_block(tl.program_id(0), BLOCK_M // ROWS, nheads, head_blocks,
                                                   cu_seqlens_ptr)
     cols = tl.arange(0, BLOCK_D)
@@ -89,7 +93,8 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
 
 @triton.jit
 def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, total, headdim,
-                 softmax_scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+                 softmax_scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+                 EARLY: tl.constexpr):
     """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype.
 
     Packed: all ``total`` rows are written, those behind the last sequence with zeros.
@@ -97,6 +102,8 @@ def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seql
     block, part, index, head, within = find_block(tl.program_id(0), BLOCK_M // 64, nheads, head_blocks,
                                                   cu_seqlens_ptr)
     first = (block.to(tl.int64) * (BLOCK_M // 64) + part) * (64 * BLOCK_D)
+    if EARLY:
+        gdc_wait()
     x = tl.load(acc_ptr + first + tl.arange(0, 64 * BLOCK_D))
     x = tl.reshape(x, [BLOCK_D // 64, 8, 4, 4, 2, 4, 2, 2])  # part, i, warp, row / 2, row % 2, quad, high row, pair
     x = tl.reshape(tl.permute(x, (2, 6, 3, 4, 0, 1, 5, 7)), [64, BLOCK_D])
