@@ -44,9 +44,7 @@ def recorded() -> Iterator[list[Wanted]]:
     """Inside, plans record their launches instead of compiling them."""
     wanted: list[Wanted] = []
 
-    def record(
-        kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4, early: bool = False
-    ) -> None:
+    def record(kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4, early: bool = False) -> None:
         wanted.append(Wanted(kernel, arguments, num_warps))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tilewise.backends.hopper import backward_plan, launch, plans
+from tilewise.backends.hopper import backward_plan, launch, plans, plans_segments, tiles
 from tilewise.backends.hopper.backend import Hopper
 from tilewise.backends.hopper.maps import Map
 from tilewise.inputs import Arguments, Inputs, describe
@@ -25,7 +25,9 @@ class Recorded:
 
     calls: ClassVar[list[tuple[str, int, tuple[Any, ...]]]] = []
 
-    def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
+    def __init__(
+        self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4, early: bool = False
+    ) -> None:
         self.name, self.grid, self.arguments = kernel.__name__, grid, arguments
         pairs = zip(arguments, kernel.params, strict=True)
         self.expected = [shape(value) for value, parameter in pairs if not parameter.is_constexpr]
@@ -40,8 +42,9 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[Any, ...]]]:
-    for module in (plans, backward_plan):
+    for module in (plans, plans_segments, backward_plan):
         monkeypatch.setattr(module, "Launch", Recorded)
+    for module in (plans, backward_plan):
         monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
         monkeypatch.setattr(module, "current_stream", lambda index: 0)
         monkeypatch.setattr(module, "ticket", lambda stream, index: 7)
@@ -158,6 +161,25 @@ def test_packed_key_gradients_are_cleared_only_where_no_tile_writes(calls: list[
         assert names(cu_seqlens_q=offsets, cu_seqlens_k=others, causal=causal) == ["table_kernel", *three]
 
 
+def test_segments_are_looked_at_before_each_pass(calls: list[tuple[str, int, tuple[Any, ...]]]) -> None:
+    """And only the keys that the band leaves: their leaders begin where those keys do."""
+    q, k, dout = half(2, 300, 4, 64), half(2, 700, 2, 64), half(2, 300, 4, 64)
+    numbers = torch.zeros(2, 300, dtype=torch.int64), torch.zeros(2, 700, dtype=torch.int32)
+    problem, inputs = call(
+        q, k, k, segments_q=numbers[0], segments_k=numbers[1], window_left=50, window_right=0, causal="none"
+    )
+    seen = tiles.seen_keys(problem)
+    assert seen.begin > 0
+    out, lse = plans.ForwardPlan(problem, inputs).run(inputs)
+    backward_plan.BackwardPlan(problem, inputs, out, dout, False).run(inputs, out, lse, dout, None)
+    names = [name for name, _, _ in calls]
+    looks = ["leaders_kernel", "meetings_kernel"]
+    assert names == [*looks, "forward_kernel", "before_kernel", *looks, "backward_kernel", "after_kernel"]
+    for _, _, arguments in (calls[0], calls[4]):
+        assert arguments[:2] == (numbers[0].data_ptr(), numbers[1].data_ptr() + 4 * seen.begin)
+        assert arguments[5:8] == (300, seen.end - seen.begin, 700)
+
+
 def test_sink_gradient_has_a_kernel(calls: list[Any]) -> None:
     q = half(1, 70, 2, 64)
     sink = torch.randn(2)
@@ -190,8 +212,8 @@ def test_strides_past_31_bits_are_passed_in_64(monkeypatch: pytest.MonkeyPatch) 
     found: dict[str, list[Any]] = {}
 
     class Typed(Recorded):
-        def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4) -> None:
-            super().__init__(kernel, grid, arguments, num_warps)
+        def __init__(self, kernel: Any, grid: int, arguments: tuple[Any, ...], *others: Any, **options: Any) -> None:
+            super().__init__(kernel, grid, arguments, *others, **options)
             types = launch.source(kernel, arguments).signature
             found[self.name] = [types[name] for name in ("out_stride", "dout_stride", "dq_stride") if name in types]
 

@@ -53,7 +53,8 @@ def test_a_recorded_gpu_run_becomes_a_page():
     text = gpu_speed.page(rows)
     assert "| forward | c | fa3 620 | 650 | 1.05 | 0.50 |" in text
     assert "| forward | `hopper` | best peer | 1 | 1.05 | 1.05 | c |" in text
-    for words in ("fa3 83", "3.00 ms, 1.10 x cudnn-sdpa", "forward 1.25 s", "0.90 of its rate", "commit abc", "gpu --seconds 1`"):
+    assert "commit abc, 2026-01-01: `python -m tilewise bench gpu --seconds 1`" in text
+    for words in ("fa3 83", "3.00 ms, 1.10 x cudnn-sdpa", "forward 1.25 s", "0.90 of its rate"):
         assert words in text
     assert "| fa3 620 |" not in gpu_speed.short(rows)
 
