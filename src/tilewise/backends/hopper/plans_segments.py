@@ -10,7 +10,7 @@ from tilewise.backends.hopper.tiles import seen_keys
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
-CHUNK, PART = 1024, 32  # queries that one look takes, and one comparison with a block of rows
+CHUNK, SHORT, PART = 2048, 256, 32  # queries that are looked at together, from afar and nearby, and compared
 BLOCKS = 32  # blocks of the other side that are looked at together
 NO_SEGMENTS: tuple[torch.Tensor | None, ...] = (None,) * 4
 
@@ -34,7 +34,7 @@ class Segments:
         ids = (_meta(inputs.segments_q.dtype), _meta(inputs.segments_k.dtype))
         grid = (blocks_q + self.blocks_k) * self.batch
         self.leaders_sizes = sizes
-        self.leaders = Launch(leaders_kernel, grid, (*ids, int32, int32, int32, *sizes, block_n, CHUNK, PART))
+        self.leaders = Launch(leaders_kernel, grid, (*ids, int32, int32, int32, *sizes, block_n, CHUNK, SHORT, PART))
         lengths = (self.seqlen_k, self.seqlen_q) if by_keys else (self.seqlen_q, self.seqlen_k)
         own, other = (block_n, block_m) if by_keys else (block_m, block_n)
         self.owners = -(-lengths[0] // own)

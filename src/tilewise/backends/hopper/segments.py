@@ -13,56 +13,67 @@ NOBODY = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def block_leaders(own_ptr, segments_q_ptr, batch, block, own_stride, own_length, seqlen_q, lower, upper,
-                  SEEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr):
-    """Leaders of ROWS queries or, SEEN, keys, and where they are.
+def first_match(own, rows, queries_ptr, begin, end, seqlen_q, lower, upper, BANDED: tl.constexpr, CHUNK: tl.constexpr,
+                SHORT: tl.constexpr, PART: tl.constexpr):
+    """For each row the first query in [begin, end) of its segment, BANDED: that the band leaves; or NOBODY.
 
-    Queries are looked through CHUNK at a time, and only if their segments can be among ours. Past the end the last row
-    stands again, which changes no smallest and no largest.
+    SHORT queries at a time, and only those whose segments can be among ours; a CHUNK none of whose can is passed over.
+    Past the end the last query stands again, which changes no smallest and no largest.
     """
-    rows = block * ROWS + tl.arange(0, ROWS)
-    own = tl.load(own_ptr + tl.cast(batch, tl.int64) * own_stride + tl.minimum(rows, own_length - 1))
     low, high = tl.min(own), tl.max(own)
-    queries_ptr = segments_q_ptr + tl.cast(batch, tl.int64) * seqlen_q
-    leader = tl.full([ROWS], NOBODY, tl.int32)
-    seen = tl.zeros([ROWS], tl.int32)
-    end = seqlen_q
-    if not SEEN:  # a query is of its own segment, so the first one of it comes no later
-        end = tl.minimum(end, (block + 1) * ROWS)
-    for begin in range(0, end, CHUNK):
-        chunk = tl.load(queries_ptr + tl.minimum(begin + tl.arange(0, CHUNK), seqlen_q - 1))
-        if (tl.min(chunk) <= high) & (tl.max(chunk) >= low):
-            for part in range(begin, begin + CHUNK, PART):
-                i = tl.minimum(part + tl.arange(0, PART), seqlen_q - 1)
-                same = own[:, None] == tl.load(queries_ptr + i)[None, :]
-                leader = tl.minimum(leader, tl.min(tl.where(same, i[None, :], NOBODY), 1))
-                if SEEN:
-                    distance = rows[:, None] - i[None, :]
-                    same &= (distance >= lower) & (distance <= upper)
-                    seen |= tl.max(same.to(tl.int32), 1)
-    if SEEN:
-        leader = tl.where(seen > 0, leader, -1)
-    return leader, rows
+    first = tl.full(own.shape, NOBODY, tl.int32)
+    missing = 1
+    at = begin // CHUNK * CHUNK
+    while (at < end) & (missing > 0):
+        step = SHORT
+        if at % CHUNK == 0:
+            chunk = tl.load(queries_ptr + tl.minimum(at + tl.arange(0, CHUNK), seqlen_q - 1))
+            step = tl.where((tl.min(chunk) <= high) & (tl.max(chunk) >= low), SHORT, CHUNK)
+        if step == SHORT:
+            short = tl.load(queries_ptr + tl.minimum(at + tl.arange(0, SHORT), seqlen_q - 1))
+            if (tl.min(short) <= high) & (tl.max(short) >= low):
+                for part in range(at, at + SHORT, PART):
+                    i = tl.minimum(part + tl.arange(0, PART), seqlen_q - 1)
+                    same = own[:, None] == tl.load(queries_ptr + i)[None, :]
+                    if BANDED:
+                        distance = rows[:, None] - i[None, :]
+                        same &= (distance >= lower) & (distance <= upper)
+                    first = tl.minimum(first, tl.min(tl.where(same, i[None, :], NOBODY), 1))
+                missing = tl.max((first == NOBODY).to(tl.int32))
+        at += step
+    return first
+
+
+@triton.jit
+def load_block(ptr, stride, batch, block, length, ROWS: tl.constexpr):
+    """Segments of ROWS rows, and where they are; past the end the last row's."""
+    rows = block * ROWS + tl.arange(0, ROWS)
+    return tl.load(ptr + tl.cast(batch, tl.int64) * stride + tl.minimum(rows, length - 1)), rows
 
 
 @triton.jit
 def leaders_kernel(segments_q_ptr, segments_k_ptr, leaders_q_ptr, leaders_k_ptr, unseen_ptr, seqlen_q, seqlen_k,
                    stride_k, lower, upper, blocks_q, blocks_k, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-                   PART: tl.constexpr):
+                   SHORT: tl.constexpr, PART: tl.constexpr):
     """leaders (batch, seqlen) of queries and keys, and whether a block of ROWS keys has some that no query sees.
 
     Grid: (blocks_q + blocks_k) * batch.
     """
     batch = tl.program_id(0) // (blocks_q + blocks_k)
     block = tl.program_id(0) % (blocks_q + blocks_k)
+    queries_ptr = segments_q_ptr + tl.cast(batch, tl.int64) * seqlen_q
     if block < blocks_q:
-        leader, rows = block_leaders(segments_q_ptr, segments_q_ptr, batch, block, seqlen_q, seqlen_q, seqlen_q, 0, 0,
-                                     False, ROWS, CHUNK, PART)
+        own, rows = load_block(segments_q_ptr, seqlen_q, batch, block, seqlen_q, ROWS)
+        leader = first_match(own, rows, queries_ptr, 0, seqlen_q, seqlen_q, 0, 0, False, CHUNK, SHORT, PART)
         tl.store(leaders_q_ptr + tl.cast(batch, tl.int64) * seqlen_q + rows, leader, mask=rows < seqlen_q)
     else:
         block -= blocks_q
-        leader, rows = block_leaders(segments_k_ptr, segments_q_ptr, batch, block, stride_k, seqlen_k, seqlen_q, lower,
-                                     upper, True, ROWS, CHUNK, PART)
+        own, rows = load_block(segments_k_ptr, stride_k, batch, block, seqlen_k, ROWS)
+        leader = first_match(own, rows, queries_ptr, 0, seqlen_q, seqlen_q, 0, 0, False, CHUNK, SHORT, PART)
+        begin = tl.maximum(block * ROWS - upper, 0)
+        end = tl.minimum((block + 1) * ROWS - lower, seqlen_q)
+        seen = first_match(own, rows, queries_ptr, begin, end, seqlen_q, lower, upper, True, CHUNK, SHORT, PART)
+        leader = tl.where(seen == NOBODY, -1, leader)
         tl.store(leaders_k_ptr + tl.cast(batch, tl.int64) * seqlen_k + rows, leader, mask=rows < seqlen_k)
         tl.store(unseen_ptr + batch * blocks_k + block, tl.max(((leader < 0) & (rows < seqlen_k)).to(tl.int32)))
 
