@@ -133,7 +133,8 @@ def segments(numbers: torch.Tensor, first_key: int, lower: int, upper: int, rows
     unseen = torch.full((batch, blocks_k), -9, dtype=torch.int32)
     sizes = (seqlen_q, seqlen_k, total_k, lower, upper, blocks_q, blocks_k)
     written = (leaders_q, leaders_k, unseen)
-    leaders_kernel[((blocks_q + blocks_k) * batch,)](ids_q, ids_k.view(-1)[first_key:], *written, *sizes, 32, 64, 32, 16)
+    grid = ((blocks_q + blocks_k) * batch,)
+    leaders_kernel[grid](ids_q, ids_k.view(-1)[first_key:], *written, *sizes, 32, 64, 32, 16)
     distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
     same = ids_q[:, :, None] == ids_k[:, None, first_key:]
     keep = same & (distance >= lower) & (distance <= upper)

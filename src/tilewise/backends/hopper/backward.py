@@ -108,7 +108,7 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
     dp = start_over_channels(v, dout, minus_delta, False, TILE.channels_v)
     dv = warpgroup_mma(p, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    dslope = with_slope_gradient(dslope, chance, dp, keys, rows, work, MODE)
+    dslope = with_slope_gradient(dslope, chance * dp, row0, key0, work, MODE)
     publish(ds_mine, (weight * dp).to(DTYPE))
     tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.backends.hopper.arguments import Leaders
 from tilewise.backends.hopper.kept_segments import load_leaders, zero_unseen
 from tilewise.backends.hopper.primitives import distance, matrix, tilt
+from tilewise.backends.hopper.products import halves
 
 
 @gluon.jit
@@ -119,14 +120,32 @@ def no_slope_gradient(S_LAYOUT: gl.constexpr, MODE: gl.constexpr):
 
 
 @gluon.jit
-def with_slope_gradient(dslope, p, dp, keys, rows, work, MODE: gl.constexpr):
-    """The same sum with a step's share: the slope's factor in a score is minus the distance.
+def slope_gradient(dp, row0, key0, work):
+    """Of a part of the columns, the sum of dp times the distance for each key."""
+    LAYOUT: gl.constexpr = dp.type.layout
+    rows = gl.expand_dims(row0 + gl.arange(0, dp.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+    keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    return gl.sum(dp * distance(rows, keys, work), 1)
 
-    That is computed again: kept since the scores, distances would take a register for each.
+
+@gluon.jit
+def with_slope_gradient(dslope, dp, row0, key0, work, MODE: gl.constexpr):
+    """The same sum with a step's share; ``dp``: p (dp - delta). The slope's factor in a score is minus the distance.
+
+    A quarter of the columns at a time, and from a number that is not known to be the keys': all distances at once, or
+    kept since the scores, would take a register each.
     """
     if MODE.slopes:
-        anew = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [keys], dtype=gl.int32, is_pure=False, pack=1)
-        return dslope - gl.sum(p * dp * distance(rows, anew, work), 1)
+        anew = gl.inline_asm_elementwise(
+            "mov.u32 $0, $1;", "=r,r", [gl.to_tensor(key0)], dtype=gl.int32, is_pure=False, pack=1
+        )
+        low, high = halves(dp)
+        QUARTER: gl.constexpr = dp.shape[1] // 4
+        for i in gl.static_range(4):
+            first, second = halves(low if i < 2 else high)
+            share = slope_gradient(first if i % 2 == 0 else second, row0 + i * QUARTER, anew, work)
+            dslope -= gl.convert_layout(share, dslope.type.layout, assert_trivial=True)
+        return dslope
     else:
         return dslope
 

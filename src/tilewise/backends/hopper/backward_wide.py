@@ -94,7 +94,7 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
     dv = warpgroup_mma(p, dout.slice(INDEX * HALF, HALF, 1), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if INDEX == 0:
-        dslope = with_slope_gradient(dslope, chance, dp, keys, rows, work, MODE)
+        dslope = with_slope_gradient(dslope, chance * dp, row0, key0, work, MODE)
     ds = (weight * dp).to(DTYPE)
     publish(ds_smem, ds)
     ds = gl.convert_layout(ds, P_LAYOUT, assert_trivial=True)

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.primitives import (
     store_box,
     take_ticket,
 )
-from tilewise.backends.hopper.products import real_channels
+from tilewise.backends.hopper.products import halves, real_channels
 from tilewise.backends.hopper.rings import begin_turns, fill, new_slots, place
 from tilewise.backends.hopper.walk import first_block, last_product, leave_out, walk
 from tilewise.backends.hopper.works import (
@@ -70,15 +70,6 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, si
                 publish_tile(works, n, tile, tiles, pointers, sizes, MODE)
             fill(v_ring, slot, filled, TILE.values_barrier, THREADS, v_desc, work.k, head_k, row, MODE, 1)
             it += 1
-
-
-@gluon.jit
-def halves(o):
-    """The two halves of the columns; no data moves."""
-    COLS: gl.constexpr = o.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLS]), [0, 2, 1]))
-    return gl.convert_layout(low, LAYOUT, assert_trivial=True), gl.convert_layout(high, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

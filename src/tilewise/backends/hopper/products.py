@@ -118,6 +118,15 @@ def side_by_side(left, right):
 
 
 @gluon.jit
+def halves(o):
+    """The two halves of the columns; no data moves."""
+    COLS: gl.constexpr = o.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLS]), [0, 2, 1]))
+    return gl.convert_layout(low, LAYOUT, assert_trivial=True), gl.convert_layout(high, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def halved_products(it, q, p, o, k_ring, v_ring, INDEX: gl.constexpr, TILE: gl.constexpr):
     """The ``it``-th block's product with v, and the next one's scores, both done.
 
