@@ -13,15 +13,15 @@ LAZY = tl.constexpr(8.0)
 def _multiply_where_moved(count: int) -> str:
     """PTX: the first ``count`` operands, which are also the next ones, times the last ones, unless all these are 1.
 
-    A warp takes one way. A thread holds two rows, and its first and its last element are not of the same one.
+    A warp takes one way. A thread holds two rows, of which elements 0 and 2 are.
     """
     first = 2 * count
     return (
         "{ .reg .pred moved, any;"
-        f" setp.neu.f32 moved, ${first}, 0f3F800000; setp.neu.or.f32 moved, ${first + count - 1}, 0f3F800000, moved;"
+        f" setp.neu.f32 moved, ${first}, 0f3F800000; setp.neu.or.f32 moved, ${first + 2}, 0f3F800000, moved;"
         " vote.sync.any.pred any, moved, 0xffffffff;"
         " @!any bra STILL;"
-        + "".join(f" mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
+        + "".join(f" mul.f32 ${i}, ${i}, ${first + (i & 2)};" for i in range(count))
         + " STILL: }"
     )
 
@@ -43,7 +43,17 @@ def rescaled(acc, factor, VOTES: tl.constexpr):
     if VOTES:
         COUNT: tl.constexpr = acc.shape[1] // 2  # elements of a thread
         return tl.inline_asm_elementwise(
-            _multiply_where_moved(COUNT), _operands(COUNT), [acc, tl.broadcast_to(factor[:, None], acc.shape)],
+            _multiply_where_moved(COUNT), _operands(COUNT), [acc, spread(factor, acc.shape[1])],
             dtype=tl.float32, is_pure=False, pack=COUNT)
     else:
         return acc * factor[:, None]
+
+
+@triton.jit
+def spread(x, COLS: tl.constexpr):
+    """What is known by row, or by row and part (primitives.partial_sums), for every column; nothing moves."""
+    if len(x.shape) == 1:
+        return tl.broadcast_to(x[:, None], [x.shape[0], COLS])
+    else:
+        parts = tl.broadcast_to(x[:, None, :], [x.shape[0], COLS // x.shape[1], x.shape[1]])
+        return tl.reshape(parts, [x.shape[0], COLS])

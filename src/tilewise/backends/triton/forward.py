@@ -16,6 +16,7 @@ from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.follow import rescaled
 from tilewise.backends.triton.places import key_head, place
+from tilewise.backends.triton.quick import UNSEEN, quick_step, row_maxima
 
 
 @triton.jit
@@ -72,8 +73,11 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
 def weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin, SCALE_FIRST: tl.constexpr,
           MODE: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of a tile, the new state of its rows and by what their old sums shrink."""
-    p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E, MODE.precise,
-                                                  not SCALE_FIRST, TILE.lazy)
+    if TILE.lazy and TILE.boxes and not SCALE_FIRST:
+        p, row_max, row_sum, rescale = quick_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E)
+    else:
+        p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E,
+                                                      MODE.precise, not SCALE_FIRST, TILE.lazy)
     if MODE.dropout:
         seed = tl.load(extras.seed)
         p = tl.where(P.keep_dropout(seed, batch + sizes.batch_offset, head, m_begin, n_begin, scalars.max_dropped,
@@ -121,7 +125,7 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
     k_ptr, v_ptr = pointers[1], pointers[2]  # no name but these: a loop takes any along, ``_`` too, with its type
     k_desc, v_desc = descriptors
     p = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)  # rounded only where it is used, or it goes to memory
-    rescale = tl.full([TILE.block_m], 1.0, tl.float32)
+    rescale = tl.full(row_max.shape, 1.0, tl.float32)
     for n_block in tl.range(first, last, num_stages=TILE.stages):
         n_begin = n_block * TILE.block_n
         if TILE.cube:  # dense: in the first turn outside of the tensor, zeros that are not fetched
@@ -159,8 +163,12 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     m_begin = m_block * TILE.block_m
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
     acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
-    row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
     row_sum = tl.full([TILE.block_m, TILE.sums], 0.0, tl.float32)
+    QUICK: tl.constexpr = TILE.lazy and TILE.boxes and not SCALE_FIRST
+    if QUICK:
+        row_max = tl.full([TILE.block_m, TILE.sums], UNSEEN, tl.float32)
+    else:
+        row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
     first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
@@ -211,6 +219,8 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
                 acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
                 batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, True, seqlen_q, seqlen_k, OUTER,
                 SCALE_FIRST, MODE, TILE)
+    if QUICK:
+        row_max = row_maxima(row_max)
     if not SCALE_FIRST:
         row_max *= P.LN2
     return acc, row_max, row_sum if TILE.cube else tl.sum(row_sum, 1)
