@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
+from tilewise.backends.triton.cuts import kept_keys
 from tilewise.backends.triton.follow import rescaled
 from tilewise.backends.triton.places import key_head, place
 from tilewise.backends.triton.quick import UNSEEN, quick_step, row_maxima
@@ -58,7 +59,9 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
         s, _ = P.modify_scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
                                KIND != "full", MODE)
     keep = j < seqlen_k
-    if KIND == "banded":
+    if KIND == "banded" and (TILE.lazy and TILE.boxes and not SCALE_FIRST):
+        s = kept_keys(s, cut, i, j, lower, upper, seqlen_k, MODE)
+    elif KIND == "banded":
         if cut:
             s = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), s, float("-inf"))
     elif KIND != "full":

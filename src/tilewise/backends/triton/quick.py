@@ -13,9 +13,7 @@ from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.follow import spread
 
 UNSEEN = tl.constexpr(-3.4028234663852886e38)  # the maximum of rows without a key so far: any score outgrows it
-EARLY = 4  # exponentials of a thread that do not wait for the warp's answer
-ONE, INFINITY = "0f3F800000", "0f7F800000"  # as PTX spells numbers
-LAZY, LAZY_BITS, NOTHING = "0f41000000", "0x41000000", "0fCC900000"  # follow.LAZY, primitives.NOTHING
+EARLY = tl.constexpr(8)  # exponentials of a thread that do not wait for the warp's answer
 
 
 @triton.constexpr_function
@@ -32,7 +30,7 @@ def _exponentials(x: list[str], of: list[str]) -> str:
 
 @triton.constexpr_function
 def _outgrown(x: list[str]) -> str:
-    """PTX: whether a warp has a number above LAZY.
+    """PTX: whether a warp has a number above 8 (follow.LAZY).
 
     As integers, numbers above 0 keep their order and those below stay below; the largest of three is one instruction.
     """
@@ -43,12 +41,13 @@ def _outgrown(x: list[str]) -> str:
         for group in groups:
             text += "".join(f" max.s32 {group[0]}, {group[0]}, {other};" for other in group[1:])
         names = [group[0] for group in groups]
-    return text + f" setp.gt.s32 moved, {names[0]}, {LAZY_BITS}; vote.sync.any.pred moved, moved, 0xffffffff;"
+    return text + f" setp.gt.s32 moved, {names[0]}, 0x41000000; vote.sync.any.pred moved, moved, 0xffffffff;"
 
 
 @triton.constexpr_function
 def _followed(scores: list[str], row: int) -> str:
-    """PTX: the new maximum of a thread's row, less the old one, and by what its sums shrink."""
+    """PTX: the new maximum of a thread's row, what scores are measured from, and by what its sums shrink."""
+    eight, infinity, nothing = "0f41000000", "0f7F800000", "0fCC900000"  # follow.LAZY, .., primitives.NOTHING
     mine = [score for i, score in enumerate(scores) if (i >> 1) & 1 == row]
     text = f" max.f32 a, {mine[0]}, {mine[2]}; max.f32 b, {mine[1]}, {mine[3]};"  # two chains
     for i in range(4, len(mine), 2):
@@ -57,18 +56,18 @@ def _followed(scores: list[str], row: int) -> str:
     for lanes in (2, 1):  # four threads share a row
         text += f" shfl.sync.bfly.b32 b, a, {lanes}, 31, 0xffffffff; max.f32 a, a, b;"
     return text + (
-        f" fma.rn.f32 b, a, unit, less{row}; setp.gt.f32 moved, b, {LAZY};"
+        f" fma.rn.f32 b, a, unit, less{row}; setp.gt.f32 moved, b, {eight};"
         f" mul.f32 a, a, unit; mov.f32 b, top{row}; selp.f32 top{row}, a, b, moved;"
         f" sub.f32 shrink{row}, b, top{row}; ex2.approx.ftz.f32 shrink{row}, shrink{row};"
-        f" setp.lt.f32 moved, top{row}, {NOTHING}; selp.f32 a, {INFINITY}, top{row}, moved; neg.f32 less{row}, a;"
+        f" setp.lt.f32 moved, top{row}, {nothing}; selp.f32 a, {infinity}, top{row}, moved; neg.f32 less{row}, a;"
     )
 
 
 @triton.constexpr_function
-def _quick_step(count: int) -> str:
+def _quick_step(count: int, early: int) -> str:
     """PTX of a step for ``count`` scores of a thread.
 
-    Operands, ``count`` each: scores less the maximum, the first EARLY of them as exponentials; the new maximum; by what
+    Operands, ``count`` each: scores less the maximum, the first ``early`` of them as exponentials; the new maximum; by what
     sums shrink. Then raw scores, the old maximum and what a raw score of 1 is in log2 units.
     """
     x, new, shrink, scores, old, unit = ([f"${k * count + i}" for i in range(count)] for k in range(6))
@@ -76,21 +75,21 @@ def _quick_step(count: int) -> str:
     begin += f" mov.f32 unit, {unit[0]};"
     end = " STEADY:"
     for row in (0, 1):
-        begin += f" mov.f32 top{row}, {old[2 * row]}; neg.f32 less{row}, top{row}; mov.f32 shrink{row}, {ONE};"
+        begin += f" mov.f32 top{row}, {old[2 * row]}; neg.f32 less{row}, top{row}; mov.f32 shrink{row}, 0f3F800000;"
     for i in range(count):
         end += f" mov.f32 {new[i]}, top{(i >> 1) & 1}; mov.f32 {shrink[i]}, shrink{(i >> 1) & 1};"
-    early = _exponentials(x[:EARLY], x[:EARLY])
-    quick = _measured(x, scores) + _outgrown(x) + early + " @!moved bra.uni STEADY;"
-    proper = _followed(scores, 0) + _followed(scores, 1) + _measured(x, scores) + early
+    powers = _exponentials(x[:early], x[:early])
+    quick = _measured(x, scores) + _outgrown(x) + powers + " @!moved bra.uni STEADY;"
+    proper = _followed(scores, 0) + _followed(scores, 1) + _measured(x, scores) + powers
     return begin + quick + proper + end + " }"
 
 
 @triton.constexpr_function
-def _other_exponentials(count: int) -> str:
-    """PTX: exponentials of the operands, but for the first EARLY ones, which are exponentials already."""
+def _other_exponentials(count: int, early: int) -> str:
+    """PTX: exponentials of the operands, but for the first ``early`` ones, which are exponentials already."""
     x, of = ([f"${k * count + i}" for i in range(count)] for k in range(2))
-    early = "".join(f" mov.f32 {x[i]}, {of[i]};" for i in range(EARLY))
-    return "{" + early + _exponentials(x[EARLY:], of[EARLY:]) + " }"
+    same = "".join(f" mov.f32 {x[i]}, {of[i]};" for i in range(early))
+    return "{" + same + _exponentials(x[early:], of[early:]) + " }"
 
 
 @triton.constexpr_function
@@ -116,11 +115,11 @@ def quick_step(s, row_max, row_sum, unit):
     COUNT: tl.constexpr = s.shape[1] // 2  # elements of a thread
     PARTS: tl.constexpr = row_sum.shape[1]
     x, row_max, rescale = tl.inline_asm_elementwise(
-        _quick_step(COUNT), _operands(3 * COUNT, 3 * COUNT),
+        _quick_step(COUNT, EARLY), _operands(3 * COUNT, 3 * COUNT),
         [s, spread(row_max, s.shape[1]), tl.zeros_like(s) + unit],
         dtype=(tl.float32, tl.float32, tl.float32), is_pure=False, pack=COUNT)
     p = tl.inline_asm_elementwise(
-        _other_exponentials(COUNT), _operands(COUNT, COUNT), [x], dtype=tl.float32, is_pure=True, pack=COUNT)
+        _other_exponentials(COUNT, EARLY), _operands(COUNT, COUNT), [x], dtype=tl.float32, is_pure=True, pack=COUNT)
     rescale = by_part(rescale, PARTS)
     row_sum = row_sum * rescale + P.partial_sums(p, PARTS)
     return p, by_part(row_max, PARTS), row_sum, rescale
