@@ -174,6 +174,31 @@ def test_a_maximum_that_follows_late(headdim, features, dtype, step):
                       dtype=dtype, device="cuda", features=features, requires_grad="all"), step)  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("headdim", "features"), RISING[:-1], ids=name)
+def test_keys_far_below_those_that_count(headdim, features, dtype):
+    """Most scores are so low that their exponent has no bits left, in some rows until a late tile."""
+    sample = make(Spec(batch=1, seqlen_q=300, seqlen_k=1000, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
+                       dtype=dtype, device="cuda", features=features), 6)  # fmt: skip
+    with torch.no_grad():
+        sample.q.abs_()
+        low = torch.arange(1000, device="cuda") % 64 < 33
+        low[:200] = True
+        sample.k[:, low] = -3e4
+        sample.q[:, ::2] *= 1e3
+    assert_exact(sample, "triton")
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(0, 0), (30, 0), (63, 5), (700, 0), (1023, 0), (1000, 70), (None, 33), (40, None)],
+                         ids=str)
+def test_windows_whose_edges_cut_tiles_anywhere(headdim, window):
+    sample = make(Spec(batch=1, seqlen_q=1100, seqlen_k=1330, nheads=2, nheads_k=1, headdim=headdim, headdim_v=headdim,
+                       dtype=BF16, device="cuda", features=("window",)), 5)  # fmt: skip
+    sample.options["window_size"] = window
+    assert_exact(sample, "triton")
+
+
 def test_huge_inputs_with_one_key():
     q = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(tilewise.attention(q, q, q, backend="triton"), q)

@@ -7,16 +7,18 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def _masks(row: int, words: int) -> str:
+def _masks(row: int, words: int, has_lower: bool, has_upper: bool) -> str:
     """PTX: bit c of word w of a thread's row is set where column + 32 w + c lies in [begin, end).
 
     The thread's other row is 8 below. A word that is shifted by 32 or more is 0.
     """
-    text = f" add.s32 begin, lower, {8 * row}; add.s32 end, upper, {8 * row}; min.s32 end, end, length;"
-    text += " sub.s32 begin, begin, column; sub.s32 end, end, column;"
+    text = f" add.s32 begin, lower, {8 * row};" if has_lower else " mov.s32 begin, 0;"
+    text += f" add.s32 end, upper, {8 * row}; min.s32 end, end, length;" if has_upper else " mov.s32 end, length;"
+    text += " max.s32 begin, begin, column; sub.s32 begin, begin, column;"  # in this order nothing overflows
+    text += " max.s32 end, end, column; sub.s32 end, end, column;"
     for word in range(words):
-        text += " max.s32 from, begin, 0; max.s32 to, end, 0; shl.b32 from, -1, from; shl.b32 to, -1, to; not.b32 to, to;"
-        text += f" and.b32 mask{row}{word}, from, to; sub.s32 begin, begin, 32; sub.s32 end, end, 32;"
+        text += f" shl.b32 from, -1, begin; shl.b32 to, -1, end; not.b32 to, to; and.b32 mask{row}{word}, from, to;"
+        text += " sub.s32 begin, begin, 32; max.s32 begin, begin, 0; sub.s32 end, end, 32; max.s32 end, end, 0;"
     return text
 
 
@@ -28,16 +30,16 @@ def _kept(count: int, has_lower: bool, has_upper: bool) -> str:
     exceed it, the columns of all rows, whether the tile is cut. Element i is of the thread's row (i >> 1) & 1, and its
     column 8 (i >> 2) + (i & 1) after that of element 0.
     """
-    kept, score, column, row, lower, upper, length, cut = ([f"${k * count + i}" for i in range(count)] for k in range(8))
+    kept, score, column = ([f"${k * count + i}" for i in range(count)] for k in range(3))
+    row, lower, upper, length, cut = (f"${k * count}" for k in range(3, 8))
     words = count * 2 // 32
     text = "{ .reg .pred stays; .reg .s32 lower, upper, length, column, begin, end, from, to, bit;"
     text += "".join(f" .reg .b32 mask{r}{word};" for r in (0, 1) for word in range(words))
     text += "".join(f" mov.f32 {kept[i]}, {score[i]};" for i in range(count))
-    text += f" setp.eq.s32 stays, {cut[0]}, 0; @stays bra.uni WHOLE;"
-    text += f" mov.s32 column, {column[0]}; mov.s32 length, {length[0]};"
-    text += f" add.s32 lower, {row[0]}, {lower[0]};" if has_lower else " mov.s32 lower, -0x40000000;"
-    text += f" add.s32 upper, {row[0]}, {upper[0]}; add.s32 upper, upper, 1;" if has_upper else " mov.s32 upper, length;"
-    text += _masks(0, words) + _masks(1, words)
+    text += f" setp.eq.s32 stays, {cut}, 0; @stays bra.uni WHOLE;"
+    text += f" mov.s32 column, {column[0]}; mov.s32 length, {length};"
+    text += f" add.s32 lower, {row}, {lower}; add.s32 upper, {row}, {upper}; add.s32 upper, upper, 1;"
+    text += _masks(0, words, has_lower, has_upper) + _masks(1, words, has_lower, has_upper)
     for i in range(count):
         after = 8 * (i >> 2) + (i & 1)
         text += f" and.b32 bit, mask{(i >> 1) & 1}{after // 32}, {1 << after % 32}; setp.ne.b32 stays, bit, 0;"

@@ -59,7 +59,8 @@ def _followed(scores: list[str], row: int) -> str:
         f" fma.rn.f32 b, a, unit, less{row}; setp.gt.f32 moved, b, {eight};"
         f" mul.f32 a, a, unit; mov.f32 b, top{row}; selp.f32 top{row}, a, b, moved;"
         f" sub.f32 shrink{row}, b, top{row}; ex2.approx.ftz.f32 shrink{row}, shrink{row};"
-        f" setp.lt.f32 moved, top{row}, {nothing}; selp.f32 a, {infinity}, top{row}, moved; neg.f32 less{row}, a;"
+        f" setp.lt.f32 moved, top{row}, {nothing}; selp.f32 a, {infinity}, top{row}, moved;"
+        f" neg.f32 less{row}, a;"
     )
 
 
@@ -67,8 +68,8 @@ def _followed(scores: list[str], row: int) -> str:
 def _quick_step(count: int, early: int) -> str:
     """PTX of a step for ``count`` scores of a thread.
 
-    Operands, ``count`` each: scores less the maximum, the first ``early`` of them as exponentials; the new maximum; by what
-    sums shrink. Then raw scores, the old maximum and what a raw score of 1 is in log2 units.
+    Operands, ``count`` each: scores less the maximum, the first ``early`` of them as exponentials; the new maximum; by
+    what sums shrink. Then raw scores, the old maximum and what a raw score of 1 is in log2 units.
     """
     x, new, shrink, scores, old, unit = ([f"${k * count + i}" for i in range(count)] for k in range(6))
     begin = f"{{ .reg .pred moved; .reg .f32 a, b, unit, top<2>, less<2>, shrink<2>; .reg .b32 big<{count}>;"
