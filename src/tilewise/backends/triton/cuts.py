@@ -44,7 +44,7 @@ def _kept(count: int, has_lower: bool, has_upper: bool) -> str:
         after = 8 * (i >> 2) + (i & 1)
         text += f" and.b32 bit, mask{(i >> 1) & 1}{after // 32}, {1 << after % 32}; setp.ne.b32 stays, bit, 0;"
         text += f" selp.f32 {kept[i]}, {score[i]}, 0fFF800000, stays;"
-    return text + " WHOLE: }"
+    return f"{text} WHOLE: }}"
 
 
 @triton.constexpr_function

@@ -82,7 +82,7 @@ def _quick_step(count: int, early: int) -> str:
     powers = _exponentials(x[:early], x[:early])
     quick = _measured(x, scores) + _outgrown(x) + powers + " @!moved bra.uni STEADY;"
     proper = _followed(scores, 0) + _followed(scores, 1) + _measured(x, scores) + powers
-    return begin + quick + proper + end + " }"
+    return f"{begin}{quick}{proper}{end} }}"
 
 
 @triton.constexpr_function
@@ -90,7 +90,7 @@ def _other_exponentials(count: int, early: int) -> str:
     """PTX: exponentials of the operands, but for the first ``early`` ones, which are exponentials already."""
     x, of = ([f"${k * count + i}" for i in range(count)] for k in range(2))
     same = "".join(f" mov.f32 {x[i]}, {of[i]};" for i in range(early))
-    return "{" + same + _exponentials(x[early:], of[early:]) + " }"
+    return f"{{{same}{_exponentials(x[early:], of[early:])} }}"
 
 
 @triton.constexpr_function
