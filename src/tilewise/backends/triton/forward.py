@@ -77,7 +77,7 @@ def weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_b
           MODE: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of a tile, the new state of its rows and by what their old sums shrink."""
     if TILE.lazy and TILE.boxes and not SCALE_FIRST:
-        p, row_max, row_sum, rescale = quick_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E)
+        p, row_max, row_sum, rescale = quick_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E, TILE.early)
     else:
         p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E,
                                                       MODE.precise, not SCALE_FIRST, TILE.lazy)

@@ -13,7 +13,6 @@ from tilewise.backends.triton import primitives as P  # noqa: N812
 from tilewise.backends.triton.follow import spread
 
 UNSEEN = tl.constexpr(-3.4028234663852886e38)  # the maximum of rows without a key so far: any score outgrows it
-EARLY = tl.constexpr(8)  # exponentials of a thread that do not wait for the warp's answer
 
 
 @triton.constexpr_function
@@ -29,19 +28,15 @@ def _exponentials(x: list[str], of: list[str]) -> str:
 
 
 @triton.constexpr_function
-def _outgrown(x: list[str]) -> str:
-    """PTX: whether a warp has a number above 8 (follow.LAZY).
-
-    As integers, numbers above 0 keep their order and those below stay below; the largest of three is one instruction.
-    """
-    names = [f"big{i}" for i in range(len(x))]
-    text = "".join(f" mov.b32 {name}, {number};" for name, number in zip(names, x, strict=True))
+def _largest(names: list[str]) -> str:
+    """PTX: the first of some integers becomes the largest; that of three is one instruction."""
+    text = ""
     while len(names) > 1:
         groups = [names[i : i + 3] for i in range(0, len(names), 3)]
         for group in groups:
             text += "".join(f" max.s32 {group[0]}, {group[0]}, {other};" for other in group[1:])
         names = [group[0] for group in groups]
-    return text + f" setp.gt.s32 moved, {names[0]}, 0x41000000; vote.sync.any.pred moved, moved, 0xffffffff;"
+    return text
 
 
 @triton.constexpr_function
@@ -79,10 +74,12 @@ def _quick_step(count: int, early: int) -> str:
         begin += f" mov.f32 top{row}, {old[2 * row]}; neg.f32 less{row}, top{row}; mov.f32 shrink{row}, 0f3F800000;"
     for i in range(count):
         end += f" mov.f32 {new[i]}, top{(i >> 1) & 1}; mov.f32 {shrink[i]}, shrink{(i >> 1) & 1};"
-    powers = _exponentials(x[:early], x[:early])
-    quick = _measured(x, scores) + _outgrown(x) + powers + " @!moved bra.uni STEADY;"
-    proper = _followed(scores, 0) + _followed(scores, 1) + _measured(x, scores) + powers
-    return f"{begin}{quick}{proper}{end} }}"
+    measured, powers = _measured(x, scores), _exponentials(x[:early], x[:early])
+    # as integers, numbers above 0 keep their order and those below stay below: is one above 8 (follow.LAZY)?
+    ask = "".join(f" mov.b32 big{i}, {x[i]};" for i in range(count)) + _largest([f"big{i}" for i in range(count)])
+    answer = " setp.gt.s32 moved, big0, 0x41000000; vote.sync.any.pred moved, moved, 0xffffffff;"
+    proper = _followed(scores, 0) + _followed(scores, 1) + measured + powers
+    return f"{begin}{measured}{ask}{powers}{answer} @!moved bra.uni STEADY;{proper}{end} }}"
 
 
 @triton.constexpr_function
@@ -111,8 +108,11 @@ def by_part(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def quick_step(s, row_max, row_sum, unit):
-    """One step of the online softmax (primitives.softmax_step) of raw products; row_max in log2 units, by part."""
+def quick_step(s, row_max, row_sum, unit, EARLY: tl.constexpr):
+    """One step of the online softmax (primitives.softmax_step) of raw products; row_max in log2 units, by part.
+
+    EARLY: exponentials of a thread that do not wait for its warp's answer.
+    """
     COUNT: tl.constexpr = s.shape[1] // 2  # elements of a thread
     PARTS: tl.constexpr = row_sum.shape[1]
     x, row_max, rescale = tl.inline_asm_elementwise(

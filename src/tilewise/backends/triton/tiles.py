@@ -35,6 +35,7 @@ class Row(NamedTuple):
     overlap: bool = False
     held: bool = False
     lazy: bool = False
+    early: int = 4
     keys: int = 0  # only for problems whose queries see at least so many keys on average
     cube: bool = False  # see Tile
     bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
@@ -302,6 +303,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         overlap=row.overlap,
         held=row.held,
         lazy=row.lazy,
+        early=row.early,
         cube=row.cube and not problem.varlen,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
