@@ -142,7 +142,7 @@ class Tile(NamedTuple):
     clipped: bool = False  # with boxes, backward: the copy engine cuts off what a band leaves out (Mode.unseen)
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
-    early: int = 4  # exponentials of a quick step before its question is answered (quick.py)
+    early: int = 0  # with boxes: exponentials of a quick step that wait for nothing (quick.py); 0: no quick steps
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)
     cube: bool = False  # a dense forward's grid has three dimensions, and its programs begin and end in fewer steps
 

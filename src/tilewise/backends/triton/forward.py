@@ -59,7 +59,7 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
         s, _ = P.modify_scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k,
                                KIND != "full", MODE)
     keep = j < seqlen_k
-    if KIND == "banded" and (TILE.lazy and TILE.boxes and not SCALE_FIRST):
+    if KIND == "banded" and TILE.early > 0 and TILE.boxes and not SCALE_FIRST:
         s = kept_keys(s, cut, m_begin, n_begin, i, j, lower, upper, seqlen_k, MODE)
     elif KIND == "banded":
         if cut:
@@ -76,7 +76,7 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
 def weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin, SCALE_FIRST: tl.constexpr,
           MODE: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of a tile, the new state of its rows and by what their old sums shrink."""
-    if TILE.lazy and TILE.boxes and not SCALE_FIRST:
+    if TILE.early > 0 and TILE.boxes and not SCALE_FIRST:
         p, row_max, row_sum, rescale = quick_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E, TILE.early)
     else:
         p, row_max, row_sum, rescale = P.softmax_step(s, row_max, row_sum, scalars.softmax_scale * P.LOG2E,
@@ -167,7 +167,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     m_end = tl.minimum(m_begin + TILE.block_m, seqlen_q)
     acc = tl.full([TILE.block_m, TILE.block_dv], 0.0, tl.float32)
     row_sum = tl.full([TILE.block_m, TILE.sums], 0.0, tl.float32)
-    QUICK: tl.constexpr = TILE.lazy and TILE.boxes and not SCALE_FIRST
+    QUICK: tl.constexpr = TILE.early > 0 and TILE.boxes and not SCALE_FIRST
     if QUICK:
         row_max = tl.full([TILE.block_m, TILE.sums], UNSEEN, tl.float32)
     else:

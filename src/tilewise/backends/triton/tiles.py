@@ -303,7 +303,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         overlap=row.overlap,
         held=row.held,
         lazy=row.lazy,
-        early=row.early,
+        early=row.early if row.lazy and is_bare(problem) else 0,
         cube=row.cube and not problem.varlen,
         sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
