@@ -28,22 +28,17 @@ def _kept(count: int, has_lower: bool, has_upper: bool) -> str:
 
     Operands, ``count`` each: the results; scores, columns, rows, by how much the first and the last column of a row
     exceed it, the columns of all rows, whether the tile is cut. Element i is of the thread's row (i >> 1) & 1, and its
-    column 8 (i >> 2) + (i & 1) after that of element 0. Of more than 32 columns, which leave few registers, columns and
-    rows are the tile's first ones.
+    column 8 (i >> 2) + (i & 1) after that of element 0.
     """
     kept, score, column = ([f"${k * count + i}" for i in range(count)] for k in range(3))
     row, lower, upper, length, cut = (f"${k * count}" for k in range(3, 8))
     words = count * 2 // 32
-    text = "{ .reg .pred stays; .reg .s32 thread, row, lower, upper, length, column, begin, end, from, to, bit;"
+    text = "{ .reg .pred stays; .reg .s32 lower, upper, length, column, begin, end, from, to, bit;"
     text += "".join(f" .reg .b32 mask{r}{word};" for r in (0, 1) for word in range(words))
     text += "".join(f" mov.f32 {kept[i]}, {score[i]};" for i in range(count))
     text += f" setp.eq.s32 stays, {cut}, 0; @stays bra.uni WHOLE;"
-    text += f" mov.s32 column, {column[0]}; mov.s32 length, {length}; mov.s32 row, {row};"
-    if words > 1:  # a warp has 16 rows, of which four threads share two, each with every fourth pair of columns
-        text += " mov.u32 thread, %tid.x; shr.u32 bit, thread, 5; shl.b32 bit, bit, 4; add.s32 row, row, bit;"
-        text += " shr.u32 bit, thread, 2; and.b32 bit, bit, 7; add.s32 row, row, bit;"
-        text += " and.b32 bit, thread, 3; shl.b32 bit, bit, 1; add.s32 column, column, bit;"
-    text += f" add.s32 lower, row, {lower}; add.s32 upper, row, {upper}; add.s32 upper, upper, 1;"
+    text += f" mov.s32 column, {column[0]}; mov.s32 length, {length};"
+    text += f" add.s32 lower, {row}, {lower}; add.s32 upper, {row}, {upper}; add.s32 upper, upper, 1;"
     text += _masks(0, words, has_lower, has_upper) + _masks(1, words, has_lower, has_upper)
     for i in range(count):
         after = 8 * (i >> 2) + (i & 1)
@@ -58,12 +53,11 @@ def _operands(count: int) -> str:
 
 
 @triton.jit
-def kept_keys(s, cut, m_begin, n_begin, i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
+def kept_keys(s, cut, i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
     """The scores s, if the tile is cut -inf for keys that do not exist or are outside of the band (bands.keep_keys)."""
     COUNT: tl.constexpr = s.shape[1] // 2  # elements of a thread
     none = tl.zeros_like(s).to(tl.int32)
-    rows, columns = (m_begin, n_begin) if COUNT > 16 else (i, j)
     return tl.inline_asm_elementwise(
         _kept(COUNT, MODE.lower, MODE.upper), _operands(COUNT),
-        [s, none + columns, none + rows, none + lower, none + upper, none + seqlen_k, none + cut.to(tl.int32)],
+        [s, none + j, none + i, none + lower, none + upper, none + seqlen_k, none + cut.to(tl.int32)],
         dtype=tl.float32, is_pure=True, pack=COUNT)

@@ -60,7 +60,7 @@ def score_tile(q, k, pointers, descriptors, strides, extras, extra_strides, size
                                KIND != "full", MODE)
     keep = j < seqlen_k
     if KIND == "banded" and TILE.early > 0 and TILE.boxes and not SCALE_FIRST:
-        s = kept_keys(s, cut, m_begin, n_begin, i, j, lower, upper, seqlen_k, MODE)
+        s = kept_keys(s, cut, i, j, lower, upper, seqlen_k, MODE)
     elif KIND == "banded":
         if cut:
             s = tl.where(B.keep_keys(i, j, lower, upper, seqlen_k, MODE), s, float("-inf"))

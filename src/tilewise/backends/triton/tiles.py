@@ -64,8 +64,8 @@ _FORWARD_90: Table = (
         registers=128, joint=True, lazy=True, having=("fp32 bias",)),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
-        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %", registers=128,
-        joint=True, lazy=True, cube=True),
+        " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %; quick steps"
+        " 16k c 7 %, 1k 5 %", registers=128, joint=True, lazy=True, cube=True),
     Row(128, 64, 32, 4, 3, "1 x 4096 c 0.696 ms; as the next row 1.211, and lazy too 1.908", overlap=True, joint=True,
         lazy=True, keys=1000, having=("banded dropout",)),
     Row(128, 64, 64, 4, 3, "1 x 4096 0.546 ms; lazy too 0.610; as the row before 0.609", overlap=True, joint=True,
@@ -73,19 +73,21 @@ _FORWARD_90: Table = (
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
         " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; with cube the"
-        " assembler orders the loop otherwise: 16k c and 4k c 4 % slower, 16k and 4k 2 %", overlap=True, joint=True,
-        lazy=True, keys=1000),
+        " assembler orders the loop otherwise: 16k c and 4k c 4 % slower, 16k and 4k 2 %; quick steps 16k 6 %,"
+        " 1k 2 %, 16k c 1 % faster, with early 4 0, 0 and 1 %, with 8 4, 2 and 1 %", overlap=True, joint=True,
+        lazy=True, early=16, keys=1000),
     Row(128, 64, 32, 4, 3, "three blocks resident: window of 1024 466; as the next row 462, as the one before 458;"
-        " overlap alone, four stages 414, and lazy too 459; cube 2 to 3 % faster", registers=168, overlap=True,
-        joint=True, lazy=True, cube=True, keys=700, bare=True),
+        " overlap alone, four stages 414, and lazy too 459; cube 2 to 3 % faster, quick steps 6.5 %, with early"
+        " 8 5 %, 16 2.5 %", registers=168, overlap=True, joint=True, lazy=True, cube=True, keys=700, bare=True),
     Row(128, 64, 32, 4, 4, "three blocks resident: 1k c 390; with overlap instead of joint loads 381; 64x64, overlap"
-        " and joint loads 364; cube 1k c 1 %, windows of 128 and 512 4 and 2 % faster", registers=168, joint=True,
-        lazy=True, cube=True, bare=True),
+        " and joint loads 364; cube 1k c 1 %, windows of 128 and 512 4 and 2 % faster, quick steps 4, 1 and 5 %",
+        registers=168, joint=True, lazy=True, cube=True, bare=True),
     Row(128, 64, 64, 4, 3, "for scores that cost registers: 1k c 376, window of 1024 435 with joint loads; without 361"
         "/428; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384", joint=True, lazy=True),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
-        "/618/640; cube 16k c 1 % faster, 1k the same", overlap=True, joint=True, lazy=True, cube=True, bare=True),
+        "/618/640; cube 16k c 1 % faster, 1k the same; quick steps 16k c 4 %, 4k 3 to"
+        " 8 %", overlap=True, joint=True, lazy=True, cube=True, bare=True),
     Row(256, 64, 32, 4, 3, "4k 0.328 ms with a bias, 0.359 and 3.010 with masks of keys and of pairs; joint loads 0.333"
         " and 0.381, 3.230, of these with 8 spills a turn", lazy=True, having=("bias", "mask")),
     Row(256, 64, 32, 4, 3, "overlap waits after every product with a bias. Joint loads: 1k 526, 4k 601, c 525, 16k 607,"
