@@ -139,6 +139,24 @@ def test_maxima_that_creep_and_jump(headdim: int) -> None:
     torch.testing.assert_close(lse.cpu().double(), exact_lse, atol=6e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_maxima_below_zero(headdim: int, causal: bool) -> None:
+    """Rows that see no positive score, or none before the last blocks of the walk, beside rows that do."""
+    q, k, v = tensors((1, 2, 2, 300, 2500, headdim, headdim))
+    rows = torch.arange(300, device="cuda")[None, :, None, None]
+    signs = {"all": -1.0, "a third": torch.where(rows % 3 == 0, -1.0, 1.0), "one": torch.where(rows == 77, -1.0, 1.0)}
+    positive = k.float().abs() * 0.25
+    late = torch.where(torch.arange(2500, device="cuda")[None, :, None, None] < 600, -positive, positive)
+    for keys in (positive.to(FP8), late.to(FP8)):
+        for name, sign in signs.items():
+            signed = (q.float().abs() * sign).to(FP8)
+            out, lse = attention_with_lse(signed, keys, v, causal=causal, backend="hopper")
+            exact, exact_lse = expected(signed, keys, v, {}, causal=causal)
+            assert relative(out, exact) < 0.05, name
+            torch.testing.assert_close(lse.cpu().double(), exact_lse, atol=6e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_slopes(dims: tuple[int, int]) -> None:
     """ALiBi takes registers, so its tiles have fewer warpgroups."""

@@ -186,6 +186,7 @@ class Fp8Tile(NamedTuple):
     columns: int = 0  # headdim_v
     turns: bool = True  # the consumers start their products in turn
     turners: int = 2  # warps that transpose v
+    held: int = 3  # words between the exponentials of a word and what comes before them: see words_fp8.py; 0: any
 
     @property
     def block_m(self) -> int:

@@ -50,3 +50,23 @@ def follow(tops, row_max, scale_log2, lazy):
         FOLLOW, "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [tops, row_max, scale_log2, lazy], dtype=(gl.float32, gl.float32),
         is_pure=False, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def some_negative(row_max):
+    """Whether a row of the warpgroup has a negative maximum."""
+    return gl.min(gl.min(row_max, 1), 0) < 0.0
+
+
+@gluon.jit
+def largest(x, PARTIAL: gl.constexpr):
+    """Each thread's largest score of its rows, x being ``by_threads``; too small where negative, unless PARTIAL.
+
+    Floating-point numbers compare as the integers that their bits are where one of them is positive, and the largest of
+    three integers takes one instruction.
+    """
+    if PARTIAL:
+        return gl.max(gl.max(x, 3), 1)
+    else:
+        tops = gl.max(gl.max(x.to(gl.int32, bitcast=True), 1), 2).to(gl.float32, bitcast=True)
+        return gl.convert_layout(tops, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)), assert_trivial=True)

@@ -48,21 +48,6 @@ def negate(tile):
 
 
 @gluon.jit
-def as_words(p):
-    """Probabilities in e4m3, four keys a word: keys 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16, which a thread holds."""
-    KEYS: gl.constexpr = p.shape[1]
-    p = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
-    first, second = gl.split(p)
-    a, c = gl.split(first)
-    b, d = gl.split(second)
-    words = gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-        "mov.b32 $0, {low, high}; }", "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    return words.reshape([64, KEYS // 4])
-
-
-@gluon.jit
 def as_operand(words, LAYOUT: gl.constexpr):
     """Words of four e4m3 numbers as the left operand of a product. Moves nothing.
 

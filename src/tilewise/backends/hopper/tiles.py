@@ -28,7 +28,7 @@ _FP8 = {
     (256, 128): Fp8Tile(128, 256, 128, 2, 3, 160, 32, turners=3),
 }
 # +4 % full and +7 % causal over three at 16384; a mask at both ends, slopes or descales by block would spill
-_FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24)
+_FP8_LONG_64 = Fp8Tile(128, 64, 64, 2, 4, 112, 24, held=0)
 FP8_LONG = 8192  # query rows; between what was measured
 # slopes take registers that three warpgroups do not have: two, or the loop would spill hundreds of words
 _FP8_SLOPES = {

@@ -16,9 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tilewise.backends.hopper.barriers import tell
+from tilewise.backends.hopper.follow import some_negative
 from tilewise.backends.hopper.primitives import matrix
 from tilewise.backends.hopper.rings import await_turn, let_go, pass_turn, place
-from tilewise.backends.hopper.rows_fp8 import as_operand, as_words, descaled, of_stored, times_rows
+from tilewise.backends.hopper.rows_fp8 import as_operand, descaled, of_stored, times_rows
 from tilewise.backends.hopper.softmax_fp8 import block_softmax, new_state
 from tilewise.backends.hopper.turn import SLOTS
 from tilewise.backends.hopper.works import seen_rows
@@ -64,11 +65,11 @@ def add(o, rescale, pv, of_values):
 
 
 @gluon.jit
-def add_product(o, p, rescale, of_values, v_ring, it, INDEX: gl.constexpr, TILE: gl.constexpr):
+def add_product(o, words, rescale, of_values, v_ring, it, INDEX: gl.constexpr, TILE: gl.constexpr):
     """o * rescale + p v * of_values, two parts under way at a time."""
     PARTS: gl.constexpr = TILE.parts
     slot, phase = place(it, SLOTS)
-    p = as_operand(as_words(p), gl.DotOperandLayout(0, product_layout(PART), 4))
+    p = as_operand(words, gl.DotOperandLayout(0, product_layout(PART), 4))
     mbarrier.wait(v_ring.full.index(slot), phase & 1)
     await_turn(INDEX, TILE)
     sums = ()
@@ -98,10 +99,10 @@ def step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, s
         of_values = descaled(pointers.v_descale, block, work, sizes)
     s = warpgroup_mma_wait(0, deps=(s,))
     let_go(it + t, TILE.keys_barrier, TILE)
-    p, rescale, row_max, row_sum = block_softmax(
-        s, row_max, row_sum, rows.row0, block, blocks, rows.slope_log2, work, scalars, PARTIAL, MODE
+    words, rescale, row_max, row_sum = block_softmax(
+        s, row_max, row_sum, rows.row0, block, blocks, rows.slope_log2, work, scalars, PARTIAL, MODE, TILE
     )
-    return add_product(o, p, rescale, of_values, v_ring, it + t, INDEX, TILE), row_max, row_sum
+    return add_product(o, words, rescale, of_values, v_ring, it + t, INDEX, TILE), row_max, row_sum
 
 
 @gluon.jit
@@ -118,9 +119,23 @@ def leave_out(it, k_ring, v_ring, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def next_look(t, count, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The block after which to look at the maxima next, or the end of the tile, where too few blocks are left to pay.
+
+    Causal at 1024, 8 against 4: +3 % with 256 channels, +5 % with 128; full -1 %. With 64 only 4 was measured.
+    """
+    FEW: gl.constexpr = 8 if MODE.upper and TILE.parts > 1 else 4
+    return gl.where(count - t < FEW, count, t)
+
+
+@gluon.jit
 def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
          TILE: gl.constexpr):
-    """All blocks of a tile: unscaled out, a part after the other, and the softmax state."""
+    """All blocks of a tile: unscaled out, a part after the other, and the softmax state.
+
+    The loop for partial blocks, of which there is at least one, goes on until no row's maximum is negative, and leaves
+    the others to one that compares scores as integers. A band's partial blocks come at both ends, so it has no other.
+    """
     BLOCK_N: gl.constexpr = TILE.block_n
     row_max = new_state(float("-inf"), BLOCK_N, product_layout(BLOCK_N))
     row_sum = new_state(0.0, BLOCK_N, product_layout(BLOCK_N))
@@ -136,18 +151,26 @@ def walk(it, q, k_ring, v_ring, rows, pointers, sizes, scalars, INDEX: gl.conste
             leave_out(it + t, k_ring, v_ring, INDEX, TILE)
         it += unseen
     blocks = rows.blocks
-    o, row_max, row_sum = step(0, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars, True,
-                               INDEX, MODE, TILE)
-    first = 1
-    if MODE.upper and not MODE.lower:  # the partial blocks come first, and in a loop of their own
-        first = gl.maximum(blocks.last - blocks.full_last, 1)
-        for t in range(1, first):
-            o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
-                                       True, INDEX, MODE, TILE)
-    # a causal tile with 256 channels has the mask here too, for its branch: 2 % faster
-    PARTIAL: gl.constexpr = MODE.lower or (TILE.parts == 4 and MODE.upper)
-    for t in range(first, blocks.last - blocks.first):
-        o, row_max, row_sum = step(t, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
-                                   PARTIAL, INDEX, MODE, TILE)
+    FIRST: gl.constexpr = 2 if MODE.upper else 1  # a causal tile's first rows see few keys of the first block
+    count = blocks.last - blocks.first
+    t = 0
+    until = count
+    if not MODE.lower:
+        until = next_look(gl.maximum(blocks.last - blocks.full_last, FIRST), count, MODE, TILE)
+    negative = gl.to_tensor(True)
+    while negative:
+        for partial in range(t, until):
+            o, row_max, row_sum = step(partial, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes,
+                                       scalars, True, INDEX, MODE, TILE)
+        t = until
+        if t < count:
+            negative = some_negative(row_max)
+        else:
+            negative = False
+        until = next_look(2 * until, count, MODE, TILE)
+    if not MODE.lower:
+        for full in range(t, count):
+            o, row_max, row_sum = step(full, it, q, o, row_max, row_sum, k_ring, v_ring, rows, pointers, sizes, scalars,
+                                       False, INDEX, MODE, TILE)
     pass_turn(INDEX, TILE)
     return o, row_max, row_sum
