@@ -185,7 +185,7 @@ class Fp8Tile(NamedTuple):
     small_registers: int  # of the other warps' threads
     columns: int = 0  # headdim_v
     turns: bool = True  # the consumers start their products in turn
-    turners: int = 2  # warps that transpose v
+    turners: int = 2  # warps that transpose v; 0: it has been transposed before
     held: int = 3  # words between the exponentials of a word and what comes before them: see words_fp8.py; 0: any
 
     @property
@@ -200,8 +200,8 @@ class Fp8Tile(NamedTuple):
 
     @property
     def around_v(self) -> int:
-        """The same of the transposed v, with as many warps as transpose it."""
-        return 128 * self.consumers + 32 * self.turners
+        """The same of the transposed v, with as many warps as transpose it, or the one that fetches it."""
+        return 128 * self.consumers + 32 * max(1, self.turners)
 
     @property
     def parts(self) -> int:

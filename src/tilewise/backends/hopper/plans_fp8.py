@@ -7,9 +7,11 @@ import torch
 from tilewise.backends.hopper import plans, tiles
 from tilewise.backends.hopper.arguments import Descale, Fp8Pointers
 from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
+from tilewise.backends.hopper.forward_fp8_turned import forward_fp8_turned_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
 from tilewise.backends.hopper.maps import dense_map, packed_map
 from tilewise.backends.hopper.schedule import clear_kernel
+from tilewise.backends.hopper.turn_ahead import CHANNELS, turn_kernel
 from tilewise.descale import BLOCK
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
@@ -28,6 +30,26 @@ def _descale(tensor: torch.Tensor | None, block: int) -> Descale | None:
         return None
     skip = block * tensor.stride(2) * tensor.element_size() if tensor.ndim == 3 else 0
     return Descale(tensor.data_ptr() + skip, *tensor.stride())
+
+
+class TurnedValues:
+    """v with contiguous keys, in the order of ``turn.py``, once for all tiles of queries: dense problems only."""
+
+    def __init__(self, v: torch.Tensor, channels: int) -> None:
+        batch, keys, heads, _ = v.shape
+        blocks, parts = -(-keys // BLOCK), channels // CHANNELS
+        self.shape = (batch, heads, channels, blocks * BLOCK)
+        like = plans.meta_tensor(self.shape, v.dtype).transpose(1, 2)
+        self.map = dense_map(like, channels, BLOCK)
+        self.sizes = (heads, blocks)
+        maps = (dense_map(v, BLOCK, CHANNELS), dense_map(like, CHANNELS, BLOCK))
+        self.launch = Launch(turn_kernel, batch * heads * blocks * parts, (*maps, *self.sizes, parts, 1), 1)
+
+    def make(self, stream: int, v: torch.Tensor, address: int) -> torch.Tensor:
+        """A new one of what lies at ``address``, on ``stream``."""
+        turned = v.new_empty(self.shape)
+        self.launch(stream, address, turned.data_ptr(), *self.sizes)
+        return turned
 
 
 class Fp8ForwardPlan:
@@ -52,10 +74,11 @@ class Fp8ForwardPlan:
             k, v = (t[:, first : seen.end] for t in (k, v))
             self.first_block, self.unseen = seen.begin // BLOCK, seen.unseen or None
         make = packed_map if varlen else dense_map
+        self.turned = None if tile.turners else TurnedValues(v, tile.block_dv)
         maps = (
             make(inputs.q, 64, tile.block_d),
             make(k, tile.block_n, tile.block_d),
-            make(v, tile.block_n, tile.block_dv),
+            self.turned.map if self.turned else make(v, tile.block_n, tile.block_dv),
         )
         self.table = None
         like, fp32, int32 = plans.stand_in(OUT), plans.stand_in(torch.float32), plans.stand_in(torch.int32)
@@ -71,7 +94,7 @@ class Fp8ForwardPlan:
         pointers = Fp8Pointers._make((int32, fp32, like, *scaled, self.unseen, *extras, *packed))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         arguments = (*maps, pointers, self.sizes, self.scalars, tiles.mode_of(problem), tile, 4)
-        self.launch = Launch(forward_fp8_kernel, grid, arguments)
+        self.launch = Launch(forward_fp8_turned_kernel if self.turned else forward_fp8_kernel, grid, arguments)
 
     def run(self, inputs: Inputs) -> State:
         """(out, lse) on the current stream."""
@@ -89,11 +112,15 @@ class Fp8ForwardPlan:
         skip_k, skip_v = self.skip
         scaled = map(_descale, _descales_of(inputs), (0, self.first_block, self.first_block))
         extras = map(plans.address_of, (slopes, sink, *packed))
+        v_at = inputs.v.data_ptr() + skip_v
+        if self.turned:
+            turned = self.turned.make(stream, inputs.v, v_at)
+            v_at = turned.data_ptr()
         self.launch(
             stream,
             q.data_ptr(),
             inputs.k.data_ptr() + skip_k,
-            inputs.v.data_ptr() + skip_v,
+            v_at,
             (ticket(stream, index), lse.data_ptr(), out.data_ptr(), *scaled, self.unseen, *extras),
             self.sizes,
             self.scalars,

@@ -53,7 +53,7 @@ def no_part():
 @gluon.jit
 def part(p, v_ring, slot, INDEX: gl.constexpr, registers):
     """p v for PART channels of v, from zero, started in the registers of a part that is done with."""
-    v = v_ring.slots.index(slot).slice(PART * INDEX, PART, 0).permute((1, 0))
+    v = matrix(v_ring.slots.index(slot)).slice(PART * INDEX, PART, 0).permute((1, 0))
     return warpgroup_mma(p, v, registers, use_acc=False, is_async=True)
 
 
