@@ -59,4 +59,4 @@ def test_machine_code(headdim: int, headdim_v: int, name: str, tmp_path: Path) -
         assert found.shared <= SHARED_MEMORY, where
         assert not MEASURED or not found.serialized, where
         assert not MEASURED or found.hot_spills <= HOT_SPILLS.get((block_of(headdim_v), name), 0), where
-        assert (found.products > 0) == (wanted.kernel.__name__ == "forward_fp8_kernel"), where
+        assert (found.products > 0) == wanted.kernel.__name__.startswith("forward_fp8"), where

@@ -305,6 +305,28 @@ def test_fp8_tiles(changes: dict[str, Any], rows: int) -> None:
     assert others + 128 * tile.registers <= 65536
 
 
+@pytest.mark.parametrize(
+    ("changes", "ahead"),
+    [
+        ({}, True),
+        ({"causal": "bottom_right"}, False),
+        ({"causal": "bottom_right", "seqlen_q": 8192, "seqlen_k": 8192}, True),
+        ({"seqlen_q": 1024}, False),
+        ({"seqlen_q": 1024, "nheads": 8, "nheads_k": 2}, True),
+        ({"headdim_v": 128}, False),
+        ({"softcap": 30.0}, False),
+        ({"alibi": True}, False),
+        ({"window_left": 4000}, False),
+        ({"descales": ("k",), "block_descales": ("k",)}, False),
+        ({"descales": ("q",), "block_descales": ("q",)}, True),
+        ({"varlen": True, "total_q": 4096, "total_k": 4096}, False),
+    ],
+)
+def test_v_is_transposed_ahead_where_many_queries_meet_a_key(changes: dict[str, Any], ahead: bool) -> None:
+    facts = {"headdim": 256, "headdim_v": 256, "seqlen_q": 4096, "seqlen_k": 4096, "nheads": 4, "nheads_k": 4}
+    assert (tiles.fp8_tile(problem(dtype=FP8, **(facts | changes))).turners == 0) == ahead
+
+
 def test_key_blocks_are_those_of_their_descales() -> None:
     """With descales by block a window's first key may lie inside a block: what is before it is cut off all the same."""
     facts = {"dtype": FP8, "seqlen_q": 200, "seqlen_k": 777, "window_left": 100}

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tilewise.backends.hopper import backward_plan, launch, plans, plans_segments, tiles
+from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8, plans_segments, tiles
 from tilewise.backends.hopper.backend import Hopper
 from tilewise.backends.hopper.maps import Map
+from tilewise.descale import FP8
 from tilewise.inputs import Arguments, Inputs, describe
 from tilewise.problem import Problem
 
@@ -42,9 +43,9 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[Any, ...]]]:
-    for module in (plans, plans_segments, backward_plan):
+    for module in (plans, plans_fp8, plans_segments, backward_plan):
         monkeypatch.setattr(module, "Launch", Recorded)
-    for module in (plans, backward_plan):
+    for module in (plans, plans_fp8, backward_plan):
         monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
         monkeypatch.setattr(module, "current_stream", lambda index: 0)
         monkeypatch.setattr(module, "ticket", lambda stream, index: 7)
@@ -101,6 +102,20 @@ def test_few_tiles_with_many_keys_are_split(calls: list[Any]) -> None:
     assert lses - outs == sizes.splits * 2 * 128 * 128 * 4
     assert states[:6] == (outs, lses, out.data_ptr(), lse.data_ptr(), sizes.splits, 256)
     assert merged == 64
+
+
+def test_v_is_transposed_before_a_forward_of_many_queries(calls: list[Any]) -> None:
+    """Keys that no query sees are left out, and a block of keys is whole."""
+    q, k, v = (torch.randn(2, *sizes, 256).to(FP8) for sizes in ((4000, 4), (5000, 2), (5000, 2)))
+    Hopper().forward(*call(q, k, v, causal="top_left", needs_grad=()))
+    (turn, turn_grid, (raw, turned, heads, blocks)), (name, grid, arguments) = calls
+    assert (turn, turn_grid, heads, blocks) == ("turn_kernel", 2 * 2 * 32 * 4, 2, 32)
+    assert (raw.data_ptr(), raw.shape) == (v.data_ptr(), (2, 2, 4000, 256))
+    assert turned.shape == (2, 2, 256, 32 * 128)
+    assert turned.strides == (2 * 256 * 4096, 256 * 4096, 4096, 1)
+    assert (name, grid) == ("forward_fp8_turned_kernel", 132)
+    assert [m.data_ptr() for m in arguments[:3]] == [q.data_ptr(), k.data_ptr(), turned.data_ptr()]
+    assert arguments[2].box.shape == (1, 1, 256, 128)
 
 
 def test_one_plan_for_repeated_calls_and_a_copy_for_odd_strides(calls: list[Any]) -> None:
@@ -217,7 +232,7 @@ def test_strides_past_31_bits_are_passed_in_64(monkeypatch: pytest.MonkeyPatch) 
             types = launch.source(kernel, arguments).signature
             found[self.name] = [types[name] for name in ("out_stride", "dout_stride", "dq_stride") if name in types]
 
-    for module in (plans, backward_plan):
+    for module in (plans, plans_fp8, backward_plan):
         monkeypatch.setattr(module, "Launch", Typed)
     q, k, v, dout = (torch.empty(2, 140000, 128, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
     problem, inputs = call(q, k, v, window_left=100)
