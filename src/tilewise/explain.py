@@ -39,6 +39,7 @@ class Explanation:
     flops_forward: int | None
     flops_backward: int | None
     saved: memory.Saved
+    copies: dict[str, int]
 
     @property
     def costs(self) -> dict[str, float]:
@@ -65,6 +66,7 @@ class Explanation:
             "pairs": {"all": self.all_pairs, "kept": self.kept_pairs},
             "flops": {"forward": self.flops_forward, "backward": self.flops_backward},
             "saved_for_backward_bytes": self.saved._asdict(),
+            "copied_bytes": dict(self.copies),
         }
 
     def __str__(self) -> str:
@@ -111,7 +113,10 @@ class Explanation:
                 f"saved      for backward: lse, {lse}, beside q, k, v and out; materialising attention saves P, "
                 f"{probabilities}"
             ]
-        return [f"made       beside out: lse, {lse}; materialising attention makes P, {probabilities}"]
+        return [
+            f"made       beside out: lse, {lse}; materialising attention makes P, {probabilities}",
+            *(f"copied     {what}, {_si(size, 1024)}B, for as long as the call" for what, size in self.copies.items()),
+        ]
 
 
 def _si(value: float, step: int = 1000) -> str:
@@ -168,4 +173,5 @@ def explain_arguments(
         flops_forward=None if kept is None else flops.forward(kept, *size),
         flops_backward=None if kept is None else flops.backward(kept, *size),
         saved=memory.saved_for_backward(problem),
+        copies={} if name is None else registry.load(name).copies(problem),
     )

@@ -63,7 +63,8 @@ HOT_SPILLS = {
     "window": 8, "window_1000": 8, "window_sink": 8, "alibi_sink": 16, "softcap": 110, "everything": 600,
     "segments": 30, "segments_full": 30, "slopes": 50, "every_gradient": 250,
 }  # fmt: skip
-COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile; full 192/128 more
+COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile; full 192/128 and segments more
+SEGMENTS_COLD = {"segments": 128, "segments_full": 192, "every_gradient": 224}
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (256, 256), (192, 128), (192, 192))
 
 

@@ -246,3 +246,13 @@ def test_a_newer_triton_is_taken(version: str) -> None:
     assert at_least(version, (3, 6))
     q = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta")
     assert tilewise.explain(q, q, q, device=dataclasses.replace(H200, triton=version)).backend == "hopper"
+
+
+def test_a_copy_of_an_input_is_told() -> None:
+    """Of e4m3 with 256 channels, where many queries meet a key, the Hopper kernels read v transposed."""
+    for seqlen, copied in ((16384, {"v transposed": 16384 * 8 * 256}), (1024, {})):
+        q, k, v = (torch.empty(1, seqlen, 8, 256, dtype=torch.float8_e4m3fn, device="meta") for _ in range(3))
+        told = tilewise.explain(q, k, v, device="h200")
+        assert told.backend == "hopper"
+        assert told.as_dict()["copied_bytes"] == copied
+        assert ("copied     v transposed, 32 MiB" in str(told)) == bool(copied)

@@ -62,6 +62,10 @@ class Backend(Protocol):
         """(query rows, key columns) of a tile of the forward, for explain."""
         ...
 
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """Bytes of inputs that the forward stores anew in a form of its own, whatever their strides, for explain."""
+        ...
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse): out like q but headdim_v wide; lse (batch, nheads, seqlen_q), packed (nheads, total_q)."""
         ...

@@ -69,6 +69,10 @@ class CpuBackend:
         tiling = Tiling.of(problem)
         return tiling.block_q, tiling.block_k
 
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """None."""
+        return {}
+
     @torch.no_grad()
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse)."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.backends.hopper.tiles import MAX_HEADDIM, forward_tile, fp8_tile, rate, seen_keys
-from tilewise.descale import FP8
+from tilewise.descale import BLOCK, FP8
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State, forward_only, old_triton
 from tilewise.inputs import Inputs
@@ -96,6 +96,14 @@ class Hopper:
         """Query rows and keys of a forward tile."""
         tile = fp8_tile(problem) if problem.dtype == FP8 else forward_tile(problem)
         return tile.block_m, tile.block_n
+
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """Of v with e4m3 numbers and 256 channels, transposed once where many queries meet a key."""
+        if problem.dtype != FP8 or (tile := fp8_tile(problem)).turners:
+            return {}
+        seen = seen_keys(problem)
+        keys = -(-(seen.end - seen.begin) // BLOCK) * BLOCK
+        return {"v transposed": problem.batch * problem.nheads_k * keys * tile.block_dv}
 
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse). Strides that the copy engine cannot walk, or an unaligned address, cost a copy."""

@@ -30,6 +30,10 @@ class Reference:
         """The whole matrix."""
         return max(problem.seqlen_q, 1), max(problem.seqlen_k, 1)
 
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """None."""
+        return {}
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) by whole matrices."""
         if not problem.varlen:

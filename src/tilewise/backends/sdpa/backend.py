@@ -104,6 +104,10 @@ class SdpaBackend:
         rows = 256 if problem.seqlen_q >= 768 else 64 if problem.seqlen_q >= 192 else 32
         return min(rows, max(problem.seqlen_q, 1)), min(512, max(problem.seqlen_k, 1))
 
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """None."""
+        return {}
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse); the packed form goes sequence by sequence."""
         if not problem.varlen:

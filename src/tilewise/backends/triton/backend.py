@@ -66,6 +66,10 @@ class Triton:
         tile = tiles.choose_shape("forward", problem, facts, host.VECTOR_BYTES).tile
         return tile.block_m, tile.block_n
 
+    def copies(self, problem: Problem) -> dict[str, int]:
+        """None."""
+        return {}
+
     def forward(self, problem: Problem, inputs: Inputs) -> State:
         """(out, lse) in one launch; masks and segments are scanned first, packed tokens that nobody owns cleared."""
         plan = self._plan(_forward_plan, problem, inputs, inputs[:3])
