@@ -12,12 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
 
 
 @triton.jit
 def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes,
-                   batch, head, start, block, num_blocks, rows, seqlen_q, MODE: tl.constexpr):
+                   batch, head, start, block, num_blocks, rows, row_begin, seqlen_q, MODE: tl.constexpr):
     """lse and delta of rows as the tiles want them, from dot = rowsum(dout out); stored for the kernels that follow.
 
     lse is in the unit of the scores (see ``probabilities``), and +inf for the -inf of a row that sees no key and for
@@ -33,7 +34,7 @@ def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, 
         delta -= tl.load(dlse_ptr + stats + rows, mask=inside, other=0.0)
     log_sum = 0.0
     if MODE.two_parts:
-        own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
+        own = P.statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE) + rows
         lse = tl.load(row_lse_ptr + own, mask=inside, other=float("inf"))
         log_sum = tl.load(log_sum_ptr + own, mask=inside, other=0.0)
     else:
@@ -52,8 +53,8 @@ def row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, 
         row_lse = tl.where(lse == float("-inf"), float("inf"), lse - slack)
         if not MODE.scale_first:
             row_lse *= P.LOG2E
-    own = P.statistic_index(batch, head, start, sizes, seqlen_q, MODE.varlen) + rows
-    kept = rows < tl.cdiv(seqlen_q, P.STATISTICS) * P.STATISTICS
+    own = P.statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE) + rows
+    kept = P.has_statistics(rows, seqlen_q, MODE)
     tl.store(delta_ptr + own, delta, mask=kept)
     if not MODE.two_parts:
         tl.store(row_lse_ptr + own, row_lse, mask=kept)
@@ -86,8 +87,11 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr,
         dout = P.load_tile(dout_ptr, strides.dout, m_begin, cols, 0, seqlen_q, TILE.headdim_v, TILE.block_m,
                            TILE.block_dv, True, MODE.align)
         dot += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    _, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
+    lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
+    row_begin, _ = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes,
-                   batch, head, start, m_block, num_m_blocks, rows, seqlen_q, MODE)
+                   batch, head, start, m_block, num_m_blocks, rows, row_begin, seqlen_q, MODE)
 
 
 @triton.jit

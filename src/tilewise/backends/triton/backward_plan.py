@@ -16,7 +16,17 @@ from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.backends.triton.key_gradients import key_gradients_kernel
 from tilewise.backends.triton.launch import Launch
 from tilewise.backends.triton.lse_parts import lse_parts_kernel
-from tilewise.backends.triton.plans import NO_EXTRAS, ListPlan, Strides, blocks, clear_rows, programs, types_of
+from tilewise.backends.triton.plans import (
+    NO_EXTRAS,
+    ListPlan,
+    Strides,
+    blocks,
+    clear_rows,
+    cuts_off_keys,
+    programs,
+    seen_keys,
+    types_of,
+)
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
 from tilewise.device import device_facts
 from tilewise.dispatch.backend import Gradients
@@ -60,7 +70,7 @@ class BackwardPlan:
         grads = [host.contiguous_stride(tensor.shape, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device, self.index = q.device, q.device.index
-        self.rows = host.statistics_rows(problem)
+        self.rows = host.statistics_rows(problem, self.mode.unseen)
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
@@ -152,7 +162,7 @@ class BackwardPlan:
         problem, dtype = self.problem, self.problem.dtype
         tile, config = self._shape("keys" if grads.k and grads.v else "keys_k" if grads.k or grads.bias else "keys_v")
         tile = tile._replace(held=tile.held and tile.boxes and self._has_registers_for_k(tile))
-        clipped = tile.boxes and self._starts_at_a_statistic()
+        clipped = tile.boxes and self.mode.unseen and not self.mode.lists
         tile = tile._replace(clipped=clipped, joint=tile.joint or (clipped and tile.block_d == tiles.PART))
         boxes: tuple[Any, ...] = (None,) * 6
         if tile.boxes:
@@ -170,14 +180,6 @@ class BackwardPlan:
         launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
         return KeyLaunch(launch, grads, lists)
 
-    def _starts_at_a_statistic(self) -> bool:
-        """Whether the first query that sees a key is known to be one whose lse the copy engine can begin at."""
-        problem, mode = self.problem, self.mode
-        if not mode.unseen or mode.lists:
-            return False
-        first, _ = masks.query_range(masks.band(problem), 0, problem.seqlen_k, problem.seqlen_q)
-        return not mode.upper if problem.varlen else first % host.LINE_ROWS == 0
-
     def _has_registers_for_k(self, tile: Tile) -> bool:
         """Whether a large k may stay in registers: only beside products and at most an upper bound, or much spills."""
         mode = self.mode
@@ -186,12 +188,10 @@ class BackwardPlan:
     def _plan_queries(self, inputs: Inputs) -> None:
         problem, needs = self.problem, self.problem.needs_grad
         tile, config = self._shape("queries")
-        changed = self.mode.lists or self.mode.bias or self.mode.dropout  # whose keys are read by fours and eights
-        tile = tile._replace(clipped=tile.boxes and self.mode.unseen and not changed)
+        tile = tile._replace(clipped=tile.boxes and cuts_off_keys(self.mode))
         boxes: tuple[Any, Any] = (None, None)
         if tile.boxes:
-            _, end = masks.key_range(masks.band(problem), 0, problem.seqlen_q, problem.seqlen_k)
-            k, v = (host.until(tensor, end) if tile.clipped else tensor for tensor in (inputs.k, inputs.v))
+            k, v = seen_keys(problem, inputs.k, inputs.v) if tile.clipped else (inputs.k, inputs.v)
             boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
         grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",

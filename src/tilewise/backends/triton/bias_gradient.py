@@ -31,6 +31,7 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     band_keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, _ = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     start = tl.zeros((), tl.int64)
     sharers = (sizes.batch // bias_batch) * (sizes.nheads // bias_heads)
     if tl.sum(band_keep.to(tl.int32)) == 0:
@@ -43,7 +44,7 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
         slope = 0.0
         if MODE.alibi:
             slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-        stats = P.statistic_index(batch, head, start, sizes, seqlen_q, False)
+        stats = P.statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE)
         q_head = P.head_address(q_ptr, strides.q, batch, start, head, MODE.align)
         k_head = P.head_address(k_ptr, strides.k, batch, start, head // sizes.group, MODE.align)
         v_head = P.head_address(v_ptr, strides.v, batch, start, head // sizes.group, MODE.align)

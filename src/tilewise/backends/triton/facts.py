@@ -28,6 +28,7 @@ MAX_TILE_ROWS = 256
 OPEN = 2**30  # a window bound that excludes nothing, small enough to be added to a length
 RAGGED = 2**30  # rows of a packed tensor's descriptor, as primitives.load_box counts them
 ANYWHERE = 0x7FFF0000  # the largest size of a dimension that is never out of bounds
+SHIFTS = 3  # by so many a line of statistics is moved, of which a piece has to start at a multiple of 16 bytes
 STATISTICS = 64  # the backward keeps row statistics in multiples of it, the most queries of a tile of key_gradients
 WINDOW_TOGETHER = 8  # heads that alternate in a dense window (docs/triton.md)
 ROWS_TOGETHER = 2**14  # of heads that alternate: tiles for each multiprocessor, within the L2 cache (docs/triton.md)
@@ -89,14 +90,13 @@ def until(tensor: torch.Tensor, end: int) -> torch.Tensor:
     return tensor[:, : max(end, 1)] if tensor.ndim == 4 else tensor
 
 
-def statistics_rows(problem: Problem) -> int:
+def statistics_rows(problem: Problem, unseen: bool) -> int:
     """Numbers in the backward's lse, as primitives.statistic_index counts."""
+    shifts = SHIFTS if unseen else 0
     if problem.varlen:
-        return problem.nheads * (problem.total_q // STATISTICS + problem.batch + 1) * STATISTICS
-    return problem.nheads * problem.batch * -(-problem.seqlen_q // STATISTICS) * STATISTICS
-
-
-LINE_ROWS = 4  # of 16 bytes, at whose multiples a piece of such a line has to start
+        blocks = (problem.total_q + shifts * problem.batch) // STATISTICS + problem.batch + 1
+        return problem.nheads * blocks * STATISTICS
+    return problem.nheads * problem.batch * -(-(problem.seqlen_q + shifts) // STATISTICS) * STATISTICS
 
 
 def line_of(numbers: int, block: int) -> Box:

@@ -119,7 +119,7 @@ def forward_tile(acc, row_max, row_sum, q, pointers, descriptors, strides, extra
 
 @triton.jit
 def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
-                     slope, batch, head, k_start, m_begin, first, full_first, full_last, last, v_block, seqlen_q,
+                     slope, batch, head, k_start, m_begin, origin, first, full_first, full_last, last, v_block, seqlen_q,
                      seqlen_k, KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
     """Adds the key blocks [first, last): the product of one tile with v runs under the next one's softmax.
 
@@ -130,11 +130,11 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
     p = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)  # rounded only where it is used, or it goes to memory
     rescale = tl.full(row_max.shape, 1.0, tl.float32)
     for n_block in tl.range(first, last, num_stages=TILE.stages):
-        n_begin = n_block * TILE.block_n
+        n_begin = origin + n_block * TILE.block_n
         if TILE.cube:  # dense: in the first turn outside of the tensor, zeros that are not fetched
-            before = tl.where(n_block > first, n_block - 1, -1) * TILE.block_n
+            before = tl.where(n_block > first, n_begin, 0) - TILE.block_n
         else:
-            before = tl.maximum(n_block - 1, first) * TILE.block_n
+            before = origin + tl.maximum(n_block - 1, first) * TILE.block_n
         cut = (n_block < full_first) | (n_block >= full_last)
         k = load_keys(k_ptr, k_desc, strides.k, sizes, batch, head, k_start, n_begin, 0, seqlen_q, seqlen_k,
                       TILE.headdim, TILE.block_d, False, MODE, TILE)
@@ -150,7 +150,7 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
         p, row_max, row_sum, rescale = weigh(s, row_max, row_sum, extras, sizes, scalars, batch, head, m_begin, n_begin,
                                              SCALE_FIRST, MODE, TILE)
     if last > first:
-        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, (last - 1) * TILE.block_n,
+        v = load_keys(v_ptr, v_desc, strides.v, sizes, batch, head, k_start, origin + (last - 1) * TILE.block_n,
                       v_block * TILE.block_dv, seqlen_q, seqlen_k, TILE.headdim_v, TILE.block_dv, False, MODE, TILE)
         acc = tl.dot(p.to(v.dtype), v, rescaled(acc, rescale, TILE.lazy and TILE.boxes), input_precision=MODE.precision)
     return acc, row_max, row_sum
@@ -173,13 +173,17 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     else:
         row_max = tl.full([TILE.block_m], float("-inf"), tl.float32)
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
-    reachable = tl.where(m_begin < seqlen_q, seqlen_k, 0)
-    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower, upper, reachable, TILE.block_n, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
+    origin = key_begin if TILE.clipped else 0
+    reachable = tl.where(m_begin < seqlen_q, tl.maximum(key_end - key_begin, 0) if TILE.clipped else seqlen_k, 0)
+    first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower - origin, upper - origin, reachable,
+                                                      TILE.block_n, MODE)
+    inner_first, inner_last = first, last
     # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers
-    BANDED: tl.constexpr = MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes)
-    inner_first, full_first, full_last, inner_last = B.sorted_blocks(
-        first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and BANDED)
+    BANDED: tl.constexpr = MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes or TILE.clipped)
+    if not TILE.clipped:
+        inner_first, full_first, full_last, inner_last = B.sorted_blocks(
+            first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and BANDED)
     if not BANDED:
         inner_first = full_first
         inner_last = full_last
@@ -191,7 +195,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     AGAIN: tl.constexpr = SCALE_FIRST and not MODE.scale_first
     STAGES: tl.constexpr = 1 if AGAIN else TILE.stages
     INNER: tl.constexpr = "banded" if BANDED else "full"
-    EDGES: tl.constexpr = MODE.lists or MODE.unseen or not TILE.boxes
+    EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
     if AGAIN and EDGES:  # all tiles are edges: one loop less to compile
         num_outer += num_inner
@@ -199,8 +203,8 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     elif TILE.overlap and TILE.boxes and not AGAIN and not MODE.lists:
         acc, row_max, row_sum = overlapped_tiles(
             acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, inner_first, full_first, full_last, inner_last, v_block, seqlen_q, seqlen_k,
-            INNER, SCALE_FIRST, MODE, TILE)
+            batch, head, k_start, m_begin, origin, inner_first, full_first, full_last, inner_last, v_block, seqlen_q,
+            seqlen_k, INNER, SCALE_FIRST, MODE, TILE)
     else:
         for step in tl.range(0, num_inner, num_stages=STAGES):
             if MODE.lists:
@@ -210,7 +214,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
             cut = (n_block < full_first) | (n_block >= full_last)
             acc, row_max, row_sum = forward_tile(
                 acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, k_start, m_begin, n_block * TILE.block_n, v_block, cut, seqlen_q, seqlen_k, INNER,
+                batch, head, k_start, m_begin, origin + n_block * TILE.block_n, v_block, cut, seqlen_q, seqlen_k, INNER,
                 SCALE_FIRST, MODE, TILE)
     if EDGES or not BANDED:
         for step in tl.range(0, num_outer, num_stages=STAGES if MODE.lists or not TILE.boxes else 1):

@@ -173,7 +173,7 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
         head = head_k * sizes.group + sharer
         q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
         dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, row_begin, MODE)
         pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, log_sum_ptr, delta_ptr)
         descriptors = (q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc)
         slope = 0.0

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise import masks
 from tilewise.backends.triton import facts as host
 from tilewise.backends.triton import tiles
-from tilewise.backends.triton.arguments import Config, Extras, PairStride, Tile
+from tilewise.backends.triton.arguments import Config, Extras, Mode, PairStride, Tile
 from tilewise.backends.triton.blocks import block_lists_kernel, block_states_kernel
 from tilewise.backends.triton.forward import forward_kernel
 from tilewise.backends.triton.launch import Launch
@@ -102,6 +103,20 @@ def clear_lse(nheads: int, total: int, offsets: torch.Tensor) -> Launch:
     return Launch(clear_tail_kernel, TAIL_PROGRAMS, (torch.float32, offsets.dtype), tail, Config(4), offsets.device)
 
 
+def cuts_off_keys(mode: Mode) -> bool:
+    """Whether the copy engine cuts off keys that a band leaves out, and tiles are counted from the first that is seen.
+
+    A bias and dropout have to be read by fours and eights of keys from the sequence's first on.
+    """
+    return mode.unseen and not (mode.lists or mode.bias or mode.dropout)
+
+
+def seen_keys(problem: Problem, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Dense tensors of keys up to the last that any query sees."""
+    _, end = masks.key_range(masks.band(problem), 0, problem.seqlen_q, problem.seqlen_k)
+    return tuple(host.until(tensor, end) for tensor in tensors)
+
+
 def forward_grid(problem: Problem, tile: Tile, together: int) -> tuple[tuple[int, int, int], bool]:
     """The grid of a forward, and whether it is the cube of places.place: wanted, and no side too long for CUDA."""
     units = problem.nheads * tile.num_dv
@@ -120,16 +135,19 @@ class ForwardPlan:
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         marks = host.marks_of(problem, inputs, tensors)
         tile, config = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
-        tile = tile._replace(boxes=tile.boxes and host.fits_boxes(tensors))
+        mode = host.mode_of(problem, marks)
+        boxed = tile.boxes and host.fits_boxes(tensors)
+        tile = tile._replace(boxes=boxed, clipped=boxed and cuts_off_keys(mode))
         boxes: tuple[Any, ...] = (None,) * 3
         if tile.boxes:
             q, k, v = tensors
+            if tile.clipped:
+                k, v = seen_keys(problem, k, v)
             boxes = (
                 host.box_of(q, tile.block_m, tile.block_d, clipped=False),  # rows past the end reach no result
                 host.box_of(k, tile.block_n, tile.block_d),
                 host.box_of(v, tile.block_n, tile.block_dv),
             )
-        mode = host.mode_of(problem, marks)
         sizes = host.forward_sizes(problem, inputs, mode)
         grid, cube = forward_grid(problem, tile, sizes.together)
         tile = tile._replace(cube=cube)

@@ -15,6 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 HUGE = tl.constexpr(65536.0)  # an lse whose rounding moves p by a visible part
 ROUNDING = tl.constexpr(2.0**-22)  # relative error of score - lse at most: of the product with the scale and of lse
 RAGGED = tl.constexpr(2**30)  # facts.RAGGED
+SHIFTS = tl.constexpr(3)  # facts.SHIFTS
 STATISTICS = tl.constexpr(64)  # facts.STATISTICS
 EXACT_LIMIT = tl.constexpr(2.0**26)  # |score| in log2 units, whose rounding error is at most 4
 NOTHING = tl.constexpr(-1.125 * 2.0**26)  # below, a row has seen nothing that counts, or is computed again
@@ -279,13 +280,29 @@ def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def statistic_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
-    """The same in the backward's own lse and delta, where a head has a multiple of STATISTICS rows."""
-    if VARLEN:
-        rows = (sizes.total_q // STATISTICS + sizes.batch + 1) * STATISTICS
-        return head.to(tl.int64) * rows + (start // STATISTICS + batch) * STATISTICS
+def statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE: tl.constexpr):
+    """The same in the backward's own lse and delta, where a head has a multiple of STATISTICS rows.
+
+    They are moved by up to SHIFTS, so that the first query that sees a key, ``row_begin``, is a multiple of four.
+    """
+    SPARE: tl.constexpr = SHIFTS if MODE.unseen else 0
+    shift = -row_begin & SPARE
+    if MODE.varlen:
+        rows = ((sizes.total_q + SPARE * sizes.batch) // STATISTICS + sizes.batch + 1) * STATISTICS
+        first = ((start + SPARE * batch) // STATISTICS + batch) * STATISTICS
+        return head.to(tl.int64) * rows + first + shift
     else:
-        return (batch.to(tl.int64) * sizes.nheads + head) * (tl.cdiv(seqlen_q, STATISTICS) * STATISTICS)
+        rows = tl.cdiv(seqlen_q + SPARE, STATISTICS) * STATISTICS
+        return (batch.to(tl.int64) * sizes.nheads + head) * rows + shift
+
+
+@triton.jit
+def has_statistics(rows, seqlen_q, MODE: tl.constexpr):
+    """Rows that have them: those that fill up the last tile too, unless the copy engine cuts it off."""
+    if MODE.unseen:
+        return rows < seqlen_q
+    else:
+        return rows < tl.cdiv(seqlen_q, STATISTICS) * STATISTICS
 
 
 @triton.jit

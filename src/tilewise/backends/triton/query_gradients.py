@@ -129,9 +129,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
         dot = tl.sum(tl.cast(out, tl.float32) * tl.cast(dout, tl.float32), 1)
         lse, log_sum, delta = row_statistics(
             dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes, batch,
-            head, q_start, m_block, num_m_blocks, rows, seqlen_q, MODE)
+            head, q_start, m_block, num_m_blocks, rows, row_begin, seqlen_q, MODE)
     else:
-        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, MODE.varlen)
+        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, row_begin, MODE)
         lse = tl.load(row_lse_ptr + stats + rows, mask=rows < seqlen_q, other=float("inf"))
         log_sum = 0.0
         if MODE.two_parts:
