@@ -85,6 +85,7 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
         p = tl.where(keep, p, 0.0)
         if MODE.softcap:
             slack = tl.where(keep, slack, 0.0)
+    steep = p * slack  # now: through the next product one number for each pair costs fewer registers than two
     p_kept = p
     if MODE.dropout:
         kept = P.keep_dropout(tl.load(extras.seed), batch + sizes.batch_offset, head, m_begin, n_begin,
@@ -102,13 +103,13 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
             dp = tl.where(kept, dp * scalars.keep_scale, 0.0)
         if LATE_DELTA:
             delta = delta_desc.load([stats.to(tl.int32) + m_begin])[None, :]
-        ds = p * (dp - delta)
+        grown = dp - delta
         if EDGE:
-            ds = tl.where(keep, ds, 0.0)
+            grown = tl.where(keep, grown, 0.0)
         if GRADS.bias == "col":
-            ds_sum += tl.sum(ds, 1)
+            ds_sum += tl.sum(p * grown, 1)
         if GRADS.k:
-            dk = tl.dot((ds * slack).to(q.dtype), q, dk, input_precision=MODE.precision)
+            dk = tl.dot((steep * grown).to(q.dtype), q, dk, input_precision=MODE.precision)
     return dk, dv, ds_sum
 
 
