@@ -108,7 +108,8 @@ def cuts_off_keys(mode: Mode) -> bool:
 
     A bias and dropout have to be read by fours and eights of keys from the sequence's first on.
     """
-    return mode.unseen and not (mode.lists or mode.bias or mode.dropout)
+    left_out = mode.unseen or (mode.varlen and mode.lower)
+    return left_out and not (mode.lists or mode.bias or mode.dropout)
 
 
 def seen_keys(problem: Problem, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
