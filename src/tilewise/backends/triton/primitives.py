@@ -249,9 +249,8 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
                  TRANSPOSED: tl.constexpr):
     """Philox4x32-10 keyed on (seed, j >> 2, i, head, batch): word j & 3 decides pair (i, j). True where it is kept.
 
-    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows,
-        cols),
-    or (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows, cols), or
+    (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
     i = (row_begin + tl.arange(0, ROWS)).to(tl.uint32)
     quad = (col_begin // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)
@@ -266,12 +265,18 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
     c3 = tl.zeros(shape, tl.uint32) + batch.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
     limit = max_dropped.to(tl.uint32, bitcast=True)
-    keep = tl.join(tl.join(w0 > limit, w2 > limit), tl.join(w1 > limit, w3 > limit))  # last two axes: word = 2 * a + b
+    # four bits for each quad, which a thread then fetches for its pairs: whatever Triton can trace back through other
+    # operations, it may evaluate anew in every thread that wants a bit of it
+    bits = (w0 > limit).to(tl.int32) | ((w1 > limit).to(tl.int32) << 1)
+    bits |= ((w2 > limit).to(tl.int32) << 2) | ((w3 > limit).to(tl.int32) << 3)
+    col = tl.arange(0, COLS)
     if TRANSPOSED:
-        keep = tl.reshape(keep, [COLS // 4, ROWS, 4])
-        return tl.reshape(tl.permute(keep, (0, 2, 1)), [COLS, ROWS])
+        col = col[:, None]
+        bits = tl.gather(bits, tl.broadcast_to(col // 4, [COLS, ROWS]), 0)
     else:
-        return tl.reshape(keep, [ROWS, COLS])
+        col = col[None, :]
+        bits = tl.gather(bits, tl.broadcast_to(col // 4, [ROWS, COLS]), 1)
+    return (bits >> col % 4) & 1 != 0
 
 
 @triton.jit
