@@ -189,6 +189,8 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
         inner_last = full_last
     num_inner = inner_last - inner_first
     num_outer = inner_first - first + last - inner_last
+    if MODE.dropout and MODE.band and not MODE.unseen and TILE.boxes:
+        num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
     if MODE.lists:
         list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
                                                       m_begin < seqlen_q)
