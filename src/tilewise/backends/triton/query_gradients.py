@@ -152,13 +152,14 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     origin = key_begin if TILE.clipped else 0
     reachable = tl.where(m_begin < seqlen_q, tl.maximum(key_end - key_begin, 0) if TILE.clipped else seqlen_k, 0)
+    ONE: tl.constexpr = MODE.band or (TILE.boxes and not MODE.lists and (MODE.bias or MODE.dropout))
     first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower - origin, upper - origin, reachable,
                                                       TILE.block_n, MODE)
     inner_first, inner_last = first, last
     if not TILE.clipped:
         inner_first, full_first, full_last, inner_last = B.sorted_blocks(
-            first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and MODE.band)
-    if not MODE.band:
+            first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and ONE)
+    if not ONE:
         if huge:  # all go to the outer tiles, so that the inner ones need no clamp
             inner_last = inner_first
     num_inner = inner_last - inner_first
@@ -169,9 +170,9 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
         if huge:
             num_outer += num_inner
             num_inner = 0
-    INNER: tl.constexpr = "banded" if MODE.band else "full"
+    INNER: tl.constexpr = "banded" if ONE else "full"
     EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
-    if MODE.band and not EDGES and not MODE.unseen and (MODE.scale_first or MODE.dropout):
+    if ONE and not EDGES and not MODE.unseen and (MODE.scale_first or MODE.dropout):
         num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
     for step in tl.range(0, num_inner, num_stages=TILE.stages):
         if MODE.lists:
@@ -184,7 +185,7 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
             sizes, scalars, slope, batch, head, k_start, m_begin, origin + n_block * TILE.block_n, part, cut, seqlen_q,
             seqlen_k, INNER, MODE, TILE, GRADS)
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
-    if EDGES or not MODE.band:
+    if EDGES or not ONE:
         for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):
             if MODE.lists:
                 n_block = tl.load(list_ptr + num_inner + step)

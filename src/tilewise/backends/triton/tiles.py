@@ -57,9 +57,9 @@ Table = tuple[Row, ...]
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 # Times in ms are of 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
 _FORWARD_90: Table = (
-    Row(64, 64, 32, 4, 3, "4k c 1.32 ms; 64x64 2.62, and lazy, 128 registers 4.34 with 497 spills a turn",
-        registers=168, joint=True, having=("banded dropout",)),
-    Row(64, 64, 64, 4, 3, "4k 0.973 ms; lazy and 128 registers 1.084 with 26 spills a turn", registers=168, joint=True,
+    Row(64, 64, 64, 4, 3, "4k c 0.494 ms; 168 registers 0.533, lazy too 0.549; 64x32 and 168 registers 0.566", joint=True,
+        having=("banded dropout",)),
+    Row(64, 64, 64, 4, 3, "4k 0.925 ms; lazy 0.969; as the row before 0.967", registers=168, joint=True,
         having=("dropout",)),
     Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
         registers=128, joint=True, lazy=True, having=("fp32 bias",)),
@@ -67,10 +67,8 @@ _FORWARD_90: Table = (
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %; quick steps"
         " 16k c 7 %, 1k 5 %", registers=128, joint=True, lazy=True, cube=True),
-    Row(128, 64, 32, 4, 3, "1 x 4096 c 0.696 ms; as the next row 1.211, and lazy too 1.908", overlap=True, joint=True,
-        lazy=True, keys=1000, having=("banded dropout",)),
-    Row(128, 64, 64, 4, 3, "1 x 4096 0.546 ms; lazy too 0.610; as the row before 0.609", overlap=True, joint=True,
-        keys=1000, having=("dropout",)),
+    Row(128, 64, 64, 4, 3, "1 x 4096 0.545 ms, c 0.280, 16 x 1024 c 0.338, 16 x 512 0.164; lazy too 0.612, 0.288, 0.343;"
+        " 64x32 c 0.306, 0.361, 0.194; without overlap 16 x 512 0.159", overlap=True, joint=True, having=("dropout",)),
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
         " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; with cube the"
@@ -100,9 +98,8 @@ _KEYS_90: Table = (
     Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
         having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
-    Row(128, 32, 64, 4, 2, "whole backward 4k c with softcap 0.804 ms, with dropout 0.841, without a band 1.711; 64x64"
-        " 0.808, 0.929 and 1.720, with 42, 63 and 56 spills a turn; softcap without a band 1.911 where 64x64, with 32"
-        " spills, has 1.735", having=("banded softcap", "dropout")),
+    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.867 ms, without a band 1.731; 64x64 0.837 and 1.615 with 29 and 10"
+        " spills a turn", having=("dropout",)),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -250,7 +247,6 @@ def costly(problem: Problem) -> tuple[str, ...]:
     banded = problem.banded and not listed
     changed = problem.dropout_p > 0 or problem.softcap > 0
     found = {
-        "banded softcap": banded and problem.softcap > 0,
         "dropout": problem.dropout_p > 0,
         "banded dropout": banded and problem.dropout_p > 0,
         "mask": listed,
@@ -277,8 +273,10 @@ def loses_queries(problem: Problem, block_d: int, block_n: int) -> bool:
     It does if these are as many, and if a branch to the mask follows arithmetic on scores, be it only a scale that is
     negative or tiny. The tests look for it in every kernel (tests/compile/spills.py).
     """
-    changed = not is_bare(problem) or problem.softmax_scale < SMALLEST_SCALE
-    return block_d == block_n and problem.banded and changed
+    scored = problem.softcap or problem.bias_shape is not None or problem.alibi
+    listed = problem.mask_shape is not None or problem.segments  # in whose loop over full tiles there is no branch
+    banded = problem.banded and not listed
+    return block_d == block_n and banded and (scored or problem.softmax_scale < SMALLEST_SCALE)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
