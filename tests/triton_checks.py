@@ -70,11 +70,14 @@ def check_paired(spec: Spec) -> None:
     assert_exact(sample, "triton")
 
 
-def check_neighbours(spec: Spec) -> None:
-    """Packed sequences beside one of NaNs: the same bits as beside ordinary numbers."""
+def check_neighbours(spec: Spec, apart: bool = False) -> None:
+    """Packed sequences beside one of NaNs: the same bits as beside ordinary numbers.
+
+    Keys have the queries' offsets; apart: equal ones in a tensor of their own, as a plan cannot know.
+    """
     sample = make(spec, seed=3)
     starts = sample.options["cu_seqlens_q"].tolist()
-    sample.options["cu_seqlens_k"] = sample.options["cu_seqlens_q"]
+    sample.options["cu_seqlens_k"] = sample.options["cu_seqlens_q"].clone() if apart else sample.options["cu_seqlens_q"]
     ill = slice(starts[1], starts[2])
     rows = torch.ones(starts[-1], dtype=torch.bool)
     rows[ill] = False

@@ -86,6 +86,16 @@ def test_packed_sequences_of_one_set_of_offsets(features, headdim):
     check_neighbours(Spec(lengths_q=lengths, features=features, requires_grad=("q", "k", "v"), **shape))
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("features", [("causal",), ("top_left",), ("window",), ("window_left",)], ids=ids)
+def test_packed_sequences_whose_first_seeing_query_lies_anywhere(features, headdim):
+    """The copy engine brings lse and delta by fours, so that they are stored where that query is a multiple of four."""
+    shape = {"nheads": 4, "nheads_k": 2, "headdim": headdim, "headdim_v": headdim, "dtype": BF16, "device": "cuda"}
+    lengths_q, lengths_k = (200, 131, 77, 70, 351, 64, 400), (150, 129, 76, 67, 353, 61, 90)
+    check(Spec(lengths_q=lengths_q, lengths_k=lengths_k, spare=9, features=features, requires_grad="all", **shape))
+    check_neighbours(Spec(lengths_q=lengths_q, features=features, requires_grad=("q", "k", "v"), **shape), apart=True)
+
+
 def test_many_packed_sequences():
     """More than one step of the search for a program's sequence."""
     lengths = tuple(1 + 7 * i % 13 for i in range(300))
