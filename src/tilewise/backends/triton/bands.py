@@ -140,6 +140,18 @@ def keep_band(i, j, lower, upper, MODE: tl.constexpr):
 
 
 @triton.jit
+def keep_queries(i, j, lower, upper, row_end, MODE: tl.constexpr):
+    """The pairs of queries before ``row_end`` inside the band, with one compare for both upper bounds of a key's."""
+    end = tl.zeros_like(j) + row_end
+    if MODE.lower:
+        end = tl.minimum(end, j - lower + 1)
+    keep = i < end
+    if MODE.upper:
+        keep &= i >= j - upper
+    return keep
+
+
+@triton.jit
 def keep_keys(i, j, lower, upper, seqlen_k, MODE: tl.constexpr):
     """The pairs of keys that exist inside the band, with one compare for both upper bounds of a query's keys."""
     end = tl.zeros_like(i) + seqlen_k

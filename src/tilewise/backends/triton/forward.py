@@ -179,9 +179,11 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower - origin, upper - origin, reachable,
                                                       TILE.block_n, MODE)
     inner_first, inner_last = first, last
-    # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers
+    # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers;
+    # without a band, beside a bias or dropout, a loop of their own for tiles at the end would not
+    COSTLY: tl.constexpr = TILE.boxes and (MODE.bias or MODE.dropout) and not (MODE.band or MODE.lists)
     BANDED: tl.constexpr = (MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes or TILE.clipped)) or (
-        TILE.boxes and TILE.block_d != TILE.block_n and not MODE.band and not MODE.lists and (MODE.bias or MODE.dropout))
+        COSTLY and TILE.block_d != TILE.block_n)  # else ptxas would lose q, see tiles.loses_queries
     if not TILE.clipped:
         inner_first, full_first, full_last, inner_last = B.sorted_blocks(
             first, full_first, full_last, last, key_begin, key_end, seqlen_k, TILE.block_n, TILE.boxes and BANDED)
@@ -190,7 +192,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
         inner_last = full_last
     num_inner = inner_last - inner_first
     num_outer = inner_first - first + last - inner_last
-    if (MODE.dropout or (MODE.bias and not MODE.band)) and BANDED and not MODE.unseen and TILE.boxes:
+    if BANDED and not MODE.unseen and TILE.boxes and (MODE.dropout or COSTLY):
         num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
     if MODE.lists:
         list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,

@@ -67,9 +67,13 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     p = at_most_one(probabilities(s, lse, log_sum, scalars, MODE))
     if KIND == "banded":
         if cut:
-            keep = B.keep_band(i, j, lower, upper, MODE)
+            if TILE.clipped and not MODE.varlen:
+                keep = B.keep_queries(i, j, lower, upper, row_end, MODE)
+            else:
+                keep = B.keep_band(i, j, lower, upper, MODE)
+                if TILE.clipped:  # for packed sequences the other form takes more registers
+                    keep &= i < row_end
             if TILE.clipped:  # past the end lies another head's lse
-                keep &= i < row_end
                 delta = tl.where(i < row_end, delta, 0.0)
             p = tl.where(keep, p, 0.0)
     if not JOINT:

@@ -152,7 +152,8 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
     origin = key_begin if TILE.clipped else 0
     reachable = tl.where(m_begin < seqlen_q, tl.maximum(key_end - key_begin, 0) if TILE.clipped else seqlen_k, 0)
-    ONE: tl.constexpr = MODE.band or (TILE.boxes and not MODE.lists and (MODE.bias or MODE.dropout))
+    # one loop over all tiles: what a second one needs would not fit in the registers beside a bias
+    ONE: tl.constexpr = MODE.band or (TILE.boxes and MODE.bias and not MODE.lists)
     first, full_first, full_last, last = B.key_blocks(m_begin, m_end, lower - origin, upper - origin, reachable,
                                                       TILE.block_n, MODE)
     inner_first, inner_last = first, last

@@ -57,10 +57,10 @@ Table = tuple[Row, ...]
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 # Times in ms are of 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
 _FORWARD_90: Table = (
-    Row(64, 64, 64, 4, 3, "4k c 0.494 ms; 168 registers 0.533, lazy too 0.549; 64x32 and 168 registers 0.566", joint=True,
-        having=("banded dropout",)),
-    Row(64, 64, 64, 4, 3, "4k 0.925 ms; lazy 0.969; as the row before 0.967", registers=168, joint=True,
-        having=("dropout",)),
+    Row(64, 64, 64, 4, 3, "1 x 4096 c 0.494 ms; 168 registers 0.533, lazy too 0.549; 64x32 and 168 registers 0.566",
+        joint=True, keys=1000, having=("banded dropout",)),
+    Row(64, 64, 64, 4, 3, "16 x 1024 c 0.538 ms, 1 x 4096 0.925; as the row before 0.562 and 0.967; lazy 1 x 4096"
+        " 0.969", registers=168, joint=True, having=("dropout",)),
     Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
         registers=128, joint=True, lazy=True, having=("fp32 bias",)),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
@@ -98,8 +98,9 @@ _KEYS_90: Table = (
     Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
         having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
-    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.867 ms, without a band 1.731; 64x64 0.837 and 1.615 with 29 and 10"
-        " spills a turn", having=("dropout",)),
+    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.898 ms; 64x64 0.868 with 29 spills a turn", having=("banded dropout",)),
+    Row(128, 32, 64, 4, 3, "whole backward 4k 1.722 ms; two stages 1.786; 64x64 1.675 with 10 spills a turn, one stage"
+        " 2.088, 8 warps 2.520", having=("dropout",)),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -114,15 +115,18 @@ _KEYS_K_90: Table = (
 )
 _KEYS_V_90: Table = (
     *_KEYS_90[:4],
+    Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without a"
+        " band 1.765, 1.693 with 36, and 2.014", joint=True, having=("banded bias",)),
     Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
         " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
     Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
-    Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms; 64x32 0.981", having=("banded bias",)),
-    Row(128, 64, 32, 4, 2, "whole backward 4k 1.574 ms; 64x64 1.571 with 41 spills a turn; fp32 bias 1.968 and c 1.281"
-        " where 64x64, with 15 and 10, has 2.315 and 1.571", having=("bias",)),
+    Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms, 4k 1.492, 1k 1.540; 64x32 0.981, 1.675 and 1.738",
+        having=("half bias",)),
+    Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.281 ms, 4k 2.172; 64x64 1.571 with 10 spills a turn,"
+        " 2.492 with 8", having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
     Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
@@ -241,18 +245,19 @@ def is_bare(problem: Problem) -> bool:
 
 
 def costly(problem: Problem) -> tuple[str, ...]:
-    """What a problem has of that which takes registers; "banded bias": of 16 bits, with a band and nothing else."""
+    """What a problem has of that which takes registers; "half bias": of 16 bits, with a band at most ("banded bias")."""
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
     banded = problem.banded and not listed
-    changed = problem.dropout_p > 0 or problem.softcap > 0
+    half = bias is not None and bias.itemsize == 2 and not (listed or problem.dropout_p > 0 or problem.softcap > 0)
     found = {
         "dropout": problem.dropout_p > 0,
         "banded dropout": banded and problem.dropout_p > 0,
         "mask": listed,
         "bias": bias is not None,
         "fp32 bias": bias == torch.float32,
-        "banded bias": banded and bias is not None and bias.itemsize == 2 and not changed,
+        "half bias": half,
+        "banded bias": half and banded,
     }
     return tuple(name for name, has in found.items() if has)
 
