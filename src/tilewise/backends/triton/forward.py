@@ -119,8 +119,9 @@ def forward_tile(acc, row_max, row_sum, q, pointers, descriptors, strides, extra
 
 @triton.jit
 def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
-                     slope, batch, head, k_start, m_begin, origin, first, full_first, full_last, last, v_block, seqlen_q,
-                     seqlen_k, KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr, TILE: tl.constexpr):
+                     slope, batch, head, k_start, m_begin, origin, first, full_first, full_last, last, v_block,
+                     seqlen_q, seqlen_k, KIND: tl.constexpr, SCALE_FIRST: tl.constexpr, MODE: tl.constexpr,
+                     TILE: tl.constexpr):
     """Adds the key blocks [first, last): the product of one tile with v runs under the next one's softmax.
 
     A turn computes its own scores and adds the probabilities of the turn before, which the first has none of.

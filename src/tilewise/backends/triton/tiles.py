@@ -67,8 +67,9 @@ _FORWARD_90: Table = (
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %; quick steps"
         " 16k c 7 %, 1k 5 %", registers=128, joint=True, lazy=True, cube=True),
-    Row(128, 64, 64, 4, 3, "1 x 4096 0.545 ms, c 0.280, 16 x 1024 c 0.338, 16 x 512 0.164; lazy too 0.612, 0.288, 0.343;"
-        " 64x32 c 0.306, 0.361, 0.194; without overlap 16 x 512 0.159", overlap=True, joint=True, having=("dropout",)),
+    Row(128, 64, 64, 4, 3, "1 x 4096 0.545 ms, c 0.280, 16 x 1024 c 0.338, 16 x 512 0.164; lazy too 0.612, 0.288,"
+        " 0.343; 64x32 c 0.306, 0.361, 0.194; without overlap 16 x 512 0.159", overlap=True, joint=True,
+        having=("dropout",)),
     Row(128, 64, 64, 4, 3, "overlap, joint loads and lazy: 1k 485, 4k 549, c 560, 16k 561, c 570; without joint 480"
         "/530/557/555/562; only overlap 455/488/518/506/498, where joint alone had 9 % less at 16k; 64x32 and overlap"
         " 491/516/524/512/507; 8 warps, 128x64 and 128x128 16k 461 and 464 where overlap had 549; with cube the"
@@ -98,15 +99,17 @@ _KEYS_90: Table = (
     Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
         having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
-    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.898 ms; 64x64 0.868 with 29 spills a turn", having=("banded dropout",)),
+    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.898 ms; 64x64 0.868 with 29 spills a turn",
+        having=("banded dropout",)),
     Row(128, 32, 64, 4, 3, "whole backward 4k 1.722 ms; two stages 1.786; 64x64 1.675 with 10 spills a turn, one stage"
         " 2.088, 8 warps 2.520", having=("dropout",)),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
+_NARROW_KEYS_90 = tuple(row for row in _KEYS_90 if row.dim <= PART)
 _KEYS_K_90: Table = (
-    *_KEYS_90[:4],
+    *_NARROW_KEYS_90,
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
         "/337; k in registers 1k 478, c 381, whole backward 1k c 236, 4k c 338, 16k 367, else 226/319/352",
@@ -114,9 +117,9 @@ _KEYS_K_90: Table = (
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _KEYS_V_90: Table = (
-    *_KEYS_90[:4],
-    Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without a"
-        " band 1.765, 1.693 with 36, and 2.014", joint=True, having=("banded bias",)),
+    *_NARROW_KEYS_90,
+    Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without"
+        " a band 1.765, 1.693 with 36, and 2.014", joint=True, having=("banded bias",)),
     Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
         " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -125,8 +128,8 @@ _QUERIES_90: Table = (
     Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
     Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms, 4k 1.492, 1k 1.540; 64x32 0.981, 1.675 and 1.738",
         having=("half bias",)),
-    Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.281 ms, 4k 2.172; 64x64 1.571 with 10 spills a turn,"
-        " 2.492 with 8", having=("bias",)),
+    Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.281 ms, 4k 2.172; 64x64 1.571 with 10 spills a"
+        " turn, 2.492 with 8", having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
     Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
@@ -245,7 +248,7 @@ def is_bare(problem: Problem) -> bool:
 
 
 def costly(problem: Problem) -> tuple[str, ...]:
-    """What a problem has of that which takes registers; "half bias": of 16 bits, with a band at most ("banded bias")."""
+    """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most."""
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
     banded = problem.banded and not listed
