@@ -123,6 +123,12 @@ def test_one_gradient_alone_compiles_and_fits(name, headdim):
         assert build(wanted, "sm_90").metadata.shared <= TARGETS["sm_90"][1], wanted.kernel.__name__
 
 
+def test_dk_and_dv_alone_have_the_tiles_of_both_together():
+    narrow = [row for row in tiles._KEYS_90 if row.dim <= tiles.PART]
+    assert [row for row in tiles._KEYS_K_90 if row.dim <= tiles.PART] == narrow
+    assert [row for row in tiles._KEYS_V_90 if row.dim <= tiles.PART] == narrow
+
+
 def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
     chosen = set()
     choose = tiles.choose_row
@@ -156,6 +162,13 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
 FORWARD, KEYS, QUERIES = "forward_kernel", "key_gradients_kernel", "query_gradients_kernel"
 # moves to and from local memory in one turn of several hundred instructions, where no tile without was as fast or found
 COSTLY_SPILLS = {
+    ("dropout", "plain", 256, KEYS): 1, ("dropout", "window", 256, KEYS): 1,
+    **{("mask", band, dim, KEYS): 1 for band in ("plain", "causal", "window") for dim in (128, 256)},
+    ("bias", "plain", 256, KEYS): 36, ("bias", "causal", 256, QUERIES): 2, ("bias", "window", 256, QUERIES): 8,
+    ("bias", "window", 128, KEYS): 4, ("bias", "window", 128, QUERIES): 14,
+    ("bias_fp32", "plain", 256, QUERIES): 3, ("bias_fp32", "causal", 256, QUERIES): 6,
+    ("bias_fp32", "window", 64, QUERIES): 1, ("bias_fp32", "window", 128, KEYS): 1,
+    ("bias_fp32", "window", 256, QUERIES): 7,
 }  # fmt: skip
 # kernels whose products are waited for one by one
 SERIALISED = {("bias_dropout", "plain", 64, FORWARD)}

@@ -249,8 +249,8 @@ def keep_dropout(seed, batch, head, row_begin, col_begin, max_dropped, ROWS: tl.
                  TRANSPOSED: tl.constexpr):
     """Philox4x32-10 keyed on (seed, j >> 2, i, head, batch): word j & 3 decides pair (i, j). True where it is kept.
 
-    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is (rows, cols),
-    or (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    One evaluation decides four neighbouring keys, so a tile starts at a multiple of four keys. The result is
+    (rows, cols), or (cols, rows) if TRANSPOSED. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
     i = (row_begin + tl.arange(0, ROWS)).to(tl.uint32)
     quad = (col_begin // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)
