@@ -132,8 +132,10 @@ def overlapped_tiles(acc, row_max, row_sum, q, pointers, descriptors, strides, e
     rescale = tl.full(row_max.shape, 1.0, tl.float32)
     for n_block in tl.range(first, last, num_stages=TILE.stages):
         n_begin = origin + n_block * TILE.block_n
-        if TILE.cube:  # dense: in the first turn outside of the tensor, zeros that are not fetched
+        if TILE.cube and TILE.clipped:  # dense: in the first turn outside of the tensor, zeros that are not fetched
             before = tl.where(n_block > first, n_begin, 0) - TILE.block_n
+        elif TILE.cube:
+            before = tl.where(n_block > first, n_block - 1, -1) * TILE.block_n
         else:
             before = origin + tl.maximum(n_block - 1, first) * TILE.block_n
         cut = (n_block < full_first) | (n_block >= full_last)
@@ -182,7 +184,7 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     inner_first, inner_last = first, last
     # of dense problems with edges all tiles but the full ones are edges: together they would not fit in the registers;
     # without a band, beside a bias or dropout, a loop of their own for tiles at the end would not
-    COSTLY: tl.constexpr = TILE.boxes and (MODE.bias or MODE.dropout) and not (MODE.band or MODE.lists)
+    COSTLY: tl.constexpr = TILE.boxes and MODE.bias != MODE.dropout and not (MODE.band or MODE.lists)
     BANDED: tl.constexpr = (MODE.band and (MODE.varlen or not MODE.unseen or not TILE.boxes or TILE.clipped)) or (
         COSTLY and TILE.block_d != TILE.block_n)  # else ptxas would lose q, see tiles.loses_queries
     if not TILE.clipped:

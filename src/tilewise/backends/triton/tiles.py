@@ -281,10 +281,9 @@ def loses_queries(problem: Problem, block_d: int, block_n: int) -> bool:
     It does if these are as many, and if a branch to the mask follows arithmetic on scores, be it only a scale that is
     negative or tiny. The tests look for it in every kernel (tests/compile/spills.py).
     """
-    scored = problem.softcap or problem.bias_shape is not None or problem.alibi
-    listed = problem.mask_shape is not None or problem.segments  # in whose loop over full tiles there is no branch
-    banded = problem.banded and not listed
-    return block_d == block_n and banded and (scored or problem.softmax_scale < SMALLEST_SCALE)
+    scored = problem.softcap > 0 or problem.bias_shape is not None or problem.alibi
+    listed = problem.mask_shape is not None or problem.segments  # it does not, but partial tiles want 32 keys as well
+    return block_d == block_n and problem.banded and (scored or listed or problem.softmax_scale < SMALLEST_SCALE)
 
 
 def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
