@@ -163,7 +163,11 @@ FORWARD, KEYS, QUERIES = "forward_kernel", "key_gradients_kernel", "query_gradie
 # moves to and from local memory in one turn of several hundred instructions, where no tile without was as fast or found
 COSTLY_SPILLS = {
     ("dropout", "plain", 256, KEYS): 1, ("dropout", "window", 256, KEYS): 1,
-    **{("mask", band, dim, KEYS): 1 for band in ("plain", "causal", "window") for dim in (128, 256)},
+    **{("mask", band, dim, KEYS): 1 for band in ("plain", "causal") for dim in (128, 256)},
+    ("segments", "plain", 64, FORWARD): 10, ("segments", "plain", 128, KEYS): 1,
+    ("segments", "plain", 256, KEYS): 1, ("segments", "plain", 256, QUERIES): 2,
+    ("bias_mask", "plain", 64, FORWARD): 14, ("bias_mask", "plain", 64, QUERIES): 11,
+    ("bias_dropout", "plain", 64, QUERIES): 10,
     ("bias", "plain", 256, KEYS): 36, ("bias", "causal", 256, QUERIES): 2, ("bias", "window", 256, QUERIES): 8,
     ("bias", "window", 128, KEYS): 4, ("bias", "window", 128, QUERIES): 14,
     ("bias_fp32", "plain", 256, QUERIES): 3, ("bias_fp32", "causal", 256, QUERIES): 6,
@@ -188,9 +192,14 @@ SCORES: dict[str, dict[str, object]] = {
     "bias_fp32": FEATURES["bias"],
     "bias_mask": {**BIAS, **FEATURES["mask"]},
     "bias_dropout": {**BIAS, **FEATURES["dropout"]},
-    "softcap_alibi": {**FEATURES["softcap"], **FEATURES["alibi"]},
-    "mask_dropout": {**FEATURES["mask"], **FEATURES["dropout"]},
 }
+COMBINED = [
+    *[(scores, "plain", 64) for scores in ("bias_mask", "bias_dropout")],
+    *[("segments", "plain", headdim) for headdim in (64, 128, 256)],
+    *[("dropout", "window", headdim) for headdim in (64, 128, 256)],
+    *[("bias_fp32", "window", headdim) for headdim in (64, 128, 256)],
+    *[("bias", "window", headdim) for headdim in (128, 256)],
+]
 QUICK_SCORES = [
     ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
     ("bias", "causal", 64), ("alibi", "causal", 64), ("softcap", "causal", 64),
@@ -230,11 +239,10 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
 
 def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
-    for scores in SCORES:
-        for band in ("plain", "causal", "window"):
-            for headdim in (64, 128, 256):
-                quick = (scores, band, headdim) in QUICK_SCORES
-                yield pytest.param(scores, band, headdim, marks=[] if quick else [pytest.mark.slow])
+    single = ("softcap", "dropout", "alibi", "mask", "bias", "bias_fp32")
+    every = [(scores, band, headdim) for scores in single for band in ("plain", "causal") for headdim in (64, 128, 256)]
+    for case in (*every, *COMBINED):
+        yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("scores", "band", "headdim"), list(costly_cases()))
