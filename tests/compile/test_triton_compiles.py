@@ -102,6 +102,7 @@ BY_KEYS = [
     *[(keys, (128, 128), features, False) for keys in KEYS for features in FEATURES],
     *[(keys, (128, 128), features, True) for keys in KEYS for features in ("plain", "causal")],
     *[(keys, (16, 128), "window", False) for keys in KEYS],
+    *[(keys, (64, 64), "dropout_causal", False) for keys in KEYS],
 ]
 
 
