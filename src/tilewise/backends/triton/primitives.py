@@ -199,18 +199,14 @@ def exp(x, PRECISE: tl.constexpr):
 def partial_sums(p, PARTS: tl.constexpr):
     """Row sums of p in parts, column by column modulo PARTS: with 8 of them a thread adds only what it holds itself.
 
-    So it is in the fragments of NVIDIA's tensor cores; the parts are added up once, after the last tile. 4 are pairs of
-    these, which take half the registers.
+    So it is in the fragments of NVIDIA's tensor cores; the parts are added up once, after the last tile.
     """
-    if PARTS == 4:
-        return tl.sum(tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    else:
-        return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS]), 1)
+    return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // PARTS, PARTS]), 1)
 
 
 @triton.jit
 def row_tops(s, PARTS: tl.constexpr):
-    """Row maxima, in such parts first: chains of comparisons that do not wait for each other, the same result."""
+    """Row maxima, in the same parts first: chains of comparisons that do not wait for each other, the same result."""
     return tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // PARTS, PARTS]), 1), 1)
 
 
@@ -224,7 +220,7 @@ def softmax_step(s, row_max, row_sum, unit, PRECISE: tl.constexpr, FUSED: tl.con
     and unusable beyond, where the caller starts again; of keys below NOTHING p is 0, since a row may yet see others and
     is then not computed again. LAZY: row_max may stay behind (follow.py).
     """
-    top = row_tops(s, 8 if row_sum.shape[1] == 4 else row_sum.shape[1])
+    top = row_tops(s, row_sum.shape[1])
     if FUSED:
         top *= unit
     if LAZY:

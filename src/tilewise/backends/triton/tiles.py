@@ -38,7 +38,6 @@ class Row(NamedTuple):
     early: int = 4
     keys: int = 0  # only for problems whose queries see at least so many keys on average
     cube: bool = False  # see Tile
-    sums: int = 8  # see Tile; of wgmma's fragments 8 or 4
     bare: bool = False  # only where nothing but a band decides about a score: else the registers do not suffice
     having: tuple[str, ...] = ()  # only for problems that have one of these, see ``costly``
 
@@ -87,7 +86,7 @@ _FORWARD_90: Table = (
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
         "/618/640; cube 16k c 1 % faster, 1k the same; quick steps 16k c 4 %, 4k 3 to 8 %", overlap=True, joint=True,
-        lazy=True, cube=True, sums=4, bare=True),
+        lazy=True, cube=True, bare=True),
     Row(256, 64, 32, 4, 3, "4k 0.328 ms with a bias, 0.359 and 3.010 with masks of keys and of pairs; joint loads 0.333"
         " and 0.381, 3.230, of these with 8 spills a turn", lazy=True, having=("bias", "mask")),
     Row(256, 64, 32, 4, 3, "overlap waits after every product with a bias. Joint loads: 1k 526, 4k 601, c 525, 16k 607,"
@@ -313,6 +312,6 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) 
         lazy=row.lazy,
         early=row.early if row.lazy and is_bare(problem) else 0,
         cube=row.cube and not problem.varlen,
-        sums=row.sums if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
+        sums=8 if facts.arch.startswith("sm_") and problem.dtype.itemsize == 2 else 1,
     )
     return Shape(tile, Config(row.warps, align > 1, row.registers))
