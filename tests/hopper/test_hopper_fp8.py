@@ -32,7 +32,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool | str]] = {
     "192 and 128": ((1, 4, 4, 700, 700, 192, 128), BR, True),
     "256": ((1, 4, 4, 300, 513, 256, 256), {}, False),
     "256, v transposed ahead": ((2, 8, 2, 1000, 517, 256, 256), {}, True),
-    "256, v transposed ahead, ragged": ((1, 8, 1, 900, 777, 200, 208), BR, True),
+    "256, v transposed ahead, ragged": ((1, 8, 1, 900, 777, 208, 240), BR, True),
     "by block": ((2, 4, 2, 391, 517, 128, 128), BR, "block"),
     "by block, full": ((2, 4, 2, 391, 517, 64, 64), {}, "block"),
     "by block, 256, softcap": ((1, 4, 4, 300, 513, 256, 256), {"softcap": 5.0}, "block"),

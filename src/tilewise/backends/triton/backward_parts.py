@@ -89,7 +89,7 @@ def delta_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr,
         dot += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     _, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, _ = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, _row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     row_statistics(dot, lse_ptr, dlse_ptr, row_lse_ptr, log_sum_ptr, delta_ptr, dsink_ptr, extras, extra_strides, sizes,
                    batch, head, start, m_block, num_m_blocks, rows, row_begin, seqlen_q, MODE)
 

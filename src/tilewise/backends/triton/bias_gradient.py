@@ -31,7 +31,7 @@ def bias_gradient_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
     band_keep = B.keep_pairs(i, j, lower, upper, seqlen_q, seqlen_k, MODE)
     key_begin, key_end = B.seen_keys(lower, upper, seqlen_q, seqlen_k, MODE)
-    row_begin, _ = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, _row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     start = tl.zeros((), tl.int64)
     sharers = (sizes.batch // bias_batch) * (sizes.nheads // bias_heads)
     if tl.sum(band_keep.to(tl.int32)) == 0:

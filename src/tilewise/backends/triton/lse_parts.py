@@ -42,7 +42,7 @@ def lse_parts_kernel(q_ptr, k_ptr, lse_ptr, row_lse_ptr, log_sum_ptr, extras, st
                                     m_begin, seqlen_q, MODE, TILE)
     _, seqlen_k = P.sequence(extras.cu_seqlens_k, batch, sizes.seqlen_k, MODE.varlen)
     lower, upper = B.band(sizes, seqlen_q, seqlen_k, MODE)
-    row_begin, _ = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
+    row_begin, _row_end = B.seeing_queries(lower, upper, seqlen_q, seqlen_k, MODE)
     own = P.statistic_index(batch, head, q_start, sizes, seqlen_q, row_begin, MODE) + rows
     kept = P.has_statistics(rows, seqlen_q, MODE)
     tl.store(row_lse_ptr + own, tl.where(lse == float("-inf"), float("inf"), lse), mask=kept)
