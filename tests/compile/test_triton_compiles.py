@@ -14,6 +14,7 @@ import torch
 from tests.compile.kernels import TARGETS, build, launches
 from tests.compile.spills import MEASURED, disassembled, loops, lost_operands, serialised
 from tilewise.backends.triton import tiles
+from tilewise.backends.triton.arguments import Box
 from tilewise.backends.triton.facts import INTERPRETED
 from tilewise.problem import GRAD_NAMES
 
@@ -278,6 +279,17 @@ def test_products_keep_the_queries_where_they_have_as_many_registers_as_probabil
         found = launches("sm_90", q, k, v, False, **{**options, **BANDS[band]})
         (wanted,) = [launch for launch in found if launch.kernel.__name__ == FORWARD]
         assert not lost_operands(disassembled(build(wanted, "sm_90").asm["cubin"]))
+
+
+@pytest.mark.parametrize("rule", [None, "mask", "segments"])
+def test_lse_of_tiles_from_lists_begins_with_the_first_query(rule):
+    """Those tiles count from there, and the copy engine takes lse from every fourth number on only; others move it."""
+    q, k, v = (torch.zeros(1, n, 2, 64, dtype=torch.bfloat16) for n in (510, 385, 385))
+    segments = {"segments_q": q[..., 0, 0].int(), "segments_k": k[..., 0, 0].int()}
+    options = {None: {}, "mask": {"mask": torch.ones(1, 1, 1, 385, dtype=torch.bool)}, "segments": segments}[rule]
+    wanted = launches("sm_90", q, k, v, True, causal="bottom_right", **options)
+    boxes = [box for one in wanted for box in one.arguments if isinstance(box, Box) and box.base == torch.float32]
+    assert {box.shape for box in boxes} == {(2 * (576 if rule is None else 512),)}
 
 
 LONG = ({}, {"causal": "bottom_right"}, {"window_left": 1024, "window_right": 0})

@@ -137,6 +137,22 @@ def test_bands_that_leave_out_keys_or_queries(headdim, seqlens, features):
                device="cuda", features=features, requires_grad="all"))  # fmt: skip
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("rule", ["mask", "segments"])
+def test_whole_tiles_of_a_list_beside_queries_that_see_nothing(rule, headdim):
+    """Lists count tiles from the first query of all, not from the first that sees a key, here no multiple of four."""
+    q, k, v = (torch.randn(1, n, 2, headdim, device="cuda", dtype=BF16, requires_grad=True) for n in (515, 385, 385))
+    whole = {"mask": torch.ones(1, 1, 1, 385, dtype=torch.bool, device="cuda"),
+             "segments": tuple(torch.zeros(1, n, dtype=torch.int32, device="cuda") for n in (515, 385))}  # fmt: skip
+    dout = torch.randn_like(q)
+    plain, listed = (
+        torch.autograd.grad(tilewise.attention(q, k, v, causal=True, backend="triton", **options), (q, k, v), dout)
+        for options in ({}, {rule: whole[rule]})
+    )
+    for name, one, other in zip("qkv", plain, listed, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-2, rtol=2e-2, msg=lambda text, name=name: f"d{name}: {text}")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("headdim", [32, 64, 128])
 @pytest.mark.parametrize("band", ["causal", "window", "top_left"])

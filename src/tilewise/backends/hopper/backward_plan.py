@@ -163,16 +163,17 @@ class BackwardPlan:
         dk, dv = self._key_gradients(stream, k, v, packed[1], packed[0] is packed[1])
         cu = address_of(packed[0])
         read = (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse))
-        self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)
         slopes = contiguous_or_none(inputs.alibi_slopes)
         segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
         grads = {"q": dq, "k": dk, "v": dv}
         if slopes is not None and "alibi_slopes" in self.problem.needs_grad:
             grads["alibi_slopes"] = torch.zeros_like(slopes)
-        keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
-        addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)
         others = (*packed, *segments, grads.get("alibi_slopes"))
         pointers = (ticket(stream, index), address_of(slopes), *map(address_of, others))
+        # nothing comes between the launches that begin early and those before them
+        self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)
+        keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
+        addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)
         self.main(stream, *addresses, pointers, self.sizes, self.scalars)
         self.after(stream, acc, dq.data_ptr(), cu, *self.after_tail)
         if self.sink is not None and inputs.sink is not None:

@@ -139,7 +139,7 @@ class Tile(NamedTuple):
     boxes: bool  # full and cut tiles come through TMA descriptors (primitives.load_box)
     joint: bool = False  # with boxes: all loads of a tile come before its first product, so that one wait is for all
     overlap: bool = False  # with boxes: a tile's product with v runs under the next tile's softmax
-    clipped: bool = False  # with boxes, backward: the copy engine cuts off what a band leaves out (Mode.unseen)
+    clipped: bool = False  # with boxes and no lists: the copy engine cuts off what a band leaves out (Mode.unseen)
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     early: int = 0  # with boxes: exponentials of a quick step that wait for nothing (quick.py); 0: no quick steps

@@ -70,7 +70,7 @@ class BackwardPlan:
         grads = [host.contiguous_stride(tensor.shape, marks.align) for tensor in (q, k, v)]
         self.strides = Strides(*(host.stride_of(tensor, marks.align) for tensor in (q, k, v, out, dout)), *grads)
         self.device, self.index = q.device, q.device.index
-        self.rows = host.statistics_rows(problem, self.mode.unseen)
+        self.rows = host.statistics_rows(problem, self.mode)
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")

@@ -90,9 +90,9 @@ def until(tensor: torch.Tensor, end: int) -> torch.Tensor:
     return tensor[:, : max(end, 1)] if tensor.ndim == 4 else tensor
 
 
-def statistics_rows(problem: Problem, unseen: bool) -> int:
+def statistics_rows(problem: Problem, mode: Mode) -> int:
     """Numbers in the backward's lse, as primitives.statistic_index counts."""
-    shifts = SHIFTS if unseen else 0
+    shifts = SHIFTS if mode.unseen and not mode.lists else 0
     if problem.varlen:
         blocks = (problem.total_q + shifts * problem.batch) // STATISTICS + problem.batch + 1
         return problem.nheads * blocks * STATISTICS

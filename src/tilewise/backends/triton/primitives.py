@@ -288,9 +288,10 @@ def row_index(batch, head, start, sizes, seqlen_q, VARLEN: tl.constexpr):
 def statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE: tl.constexpr):
     """The same in the backward's own lse and delta, where a head has a multiple of STATISTICS rows.
 
-    They are moved by up to SHIFTS, so that the first query that sees a key, ``row_begin``, is a multiple of four.
+    They are moved by up to SHIFTS, so that the first query that sees a key, ``row_begin``, is a multiple of four; not
+    where tiles come from lists, which count them from the first query of all.
     """
-    SPARE: tl.constexpr = SHIFTS if MODE.unseen else 0
+    SPARE: tl.constexpr = SHIFTS if MODE.unseen and not MODE.lists else 0
     shift = -row_begin & SPARE
     if MODE.varlen:
         rows = ((sizes.total_q + SPARE * sizes.batch) // STATISTICS + sizes.batch + 1) * STATISTICS
@@ -304,7 +305,7 @@ def statistic_index(batch, head, start, sizes, seqlen_q, row_begin, MODE: tl.con
 @triton.jit
 def has_statistics(rows, seqlen_q, MODE: tl.constexpr):
     """Rows that have them: those that fill up the last tile too, unless the copy engine cuts it off."""
-    if MODE.unseen:
+    if MODE.unseen and not MODE.lists:
         return rows < seqlen_q
     else:
         return rows < tl.cdiv(seqlen_q, STATISTICS) * STATISTICS
