@@ -16,11 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise import descale
 from tilewise.backends.hopper.arguments import Slots
+from tilewise.backends.hopper.barriers import await_all
 from tilewise.backends.hopper.primitives import (
     count_tiles,
     draw,
     key_blocks,
     load,
+    load_box,
     matrix,
     new_barriers,
     new_ring,
@@ -46,9 +48,22 @@ SMALLEST = gl.constexpr(1e-30)  # in place of a descale of 0: 0 times the -inf o
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, sizes, MODE: gl.constexpr,
+def fill_turned(ring, it, desc, work, head_k, row, TILE: gl.constexpr):
+    """All channels of the keys from ``row`` on, as the ``it``-th tile of the ring."""
+    slot, count = place(it, SLOTS)
+    if count > 0:
+        await_all(TILE.values_barrier + slot, TILE.around_v)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_box(desc, [work.k.start, head_k, 0, row], ring.full.index(slot), ring.slots.index(slot))
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, q_ring, k_ring, values, works, pointers, sizes, MODE: gl.constexpr,
              TILE: gl.constexpr):
-    """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile."""
+    """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile.
+
+    ``values``: the ring that v comes to, as it is or, without turners, transposed.
+    """
     CONSUMERS: gl.constexpr = TILE.consumers
     tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
     tile = gl.program_id(0)
@@ -68,7 +83,10 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_ring, raw_ring, works, pointers, 
                 row -= pointers.unseen
             slot, count = place(it, TILE.stages)
             fill(k_ring, slot, count, TILE.keys_barrier, TILE.around_k, k_desc, work.k, head_k, row, MODE, 1)
-            load(raw_ring, it % SLOTS, it // SLOTS, v_desc, rows_at(work.k, head_k, row, MODE))
+            if TILE.turners == 0:
+                fill_turned(values, it, v_desc, work, head_k, row, TILE)
+            else:
+                load(values, it % SLOTS, it // SLOTS, v_desc, rows_at(work.k, head_k, row, MODE))
             it += 1
         tile = draw(pointers.ticket, tiles)
         n += 1

@@ -7,52 +7,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.backends.hopper.barriers import await_all
-from tilewise.backends.hopper.forward_fp8 import consumer
-from tilewise.backends.hopper.primitives import count_tiles, draw, key_blocks, load, load_box, new_ring, rows_at
-from tilewise.backends.hopper.rings import fill, new_slots, place
+from tilewise.backends.hopper.forward_fp8 import consumer, producer
+from tilewise.backends.hopper.primitives import new_ring
+from tilewise.backends.hopper.rings import new_slots
 from tilewise.backends.hopper.turn import SLOTS
-from tilewise.backends.hopper.works import locate, new_works, publish_end, publish_work
-
-
-@gluon.jit
-def fill_turned(ring, it, desc, work, head_k, row, TILE: gl.constexpr):
-    """All channels of the keys from ``row`` on, as the ``it``-th tile of the ring."""
-    slot, count = place(it, SLOTS)
-    if count > 0:
-        await_all(TILE.values_barrier + slot, TILE.around_v)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_box(desc, [work.k.start, head_k, 0, row], ring.full.index(slot), ring.slots.index(slot))
-
-
-@gluon.jit
-def producer(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, works, pointers, sizes, MODE: gl.constexpr,
-             TILE: gl.constexpr):
-    """Looks up every tile, fetches its q and its k and v blocks, last block first, and draws the next tile."""
-    CONSUMERS: gl.constexpr = TILE.consumers
-    tiles = count_tiles(pointers, sizes, sizes.nheads, MODE)
-    tile = gl.program_id(0)
-    n = 0
-    it = 0
-    while tile < tiles:
-        work = locate(tile, pointers, sizes, MODE)
-        publish_work(works, n, work, MODE)
-        head_k = work.head // sizes.group
-        blocks = key_blocks(work, TILE.block_m, TILE.block_n, MODE)
-        for c in gl.static_range(CONSUMERS):
-            row = work.block * TILE.block_m + c * 64
-            load(q_ring, c, n, q_desc, rows_at(work.q, work.head, row, MODE))
-        for t in range(0, blocks.last - blocks.first):
-            row = (blocks.last - 1 - t) * TILE.block_n
-            slot, count = place(it, TILE.stages)
-            fill(k_ring, slot, count, TILE.keys_barrier, TILE.around_k, k_desc, work.k, head_k, row, MODE, 1)
-            fill_turned(v_ring, it, v_desc, work, head_k, row, TILE)
-            it += 1
-        tile = draw(pointers.ticket, tiles)
-        n += 1
-    publish_end(works, n)
+from tilewise.backends.hopper.works import new_works
 
 
 @gluon.jit
