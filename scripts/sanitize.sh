@@ -45,7 +45,7 @@ finish || exit 1
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool in ${*:-memcheck racecheck}; do
     for backend in $BACKENDS; do
-        begin "$tool-$backend" "$found" --tool "$tool" --error-exitcode 1 --print-limit 20 \
+        begin "$tool-$backend" "$found" --tool "$tool" --error-exitcode 1 --print-limit 100 \
             "$PYTHON" tests/gpu/sanitized.py "$backend"
     done
 done

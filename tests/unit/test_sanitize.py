@@ -29,7 +29,7 @@ def test_any_report_makes_it_fail(tmp_path: Path, tools: tuple[str, ...], status
     for tool in tools or ("memcheck", "racecheck"):
         for backend in ("triton", "hopper"):
             assert (
-                f"--tool {tool} --error-exitcode 1 --print-limit 20 true tests/gpu/sanitized.py {backend}"
+                f"--tool {tool} --error-exitcode 1 --print-limit 100 true tests/gpu/sanitized.py {backend}"
                 in done.stdout
             )
 
