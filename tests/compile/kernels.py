@@ -42,7 +42,7 @@ def recorded(facts: DeviceFacts) -> Iterator[list[Wanted]]:
     wanted: list[Wanted] = []
 
     class Record:
-        def __init__(self, kernel: Any, grid: int, pointers: Any, tail: Any, config: Any, device: Any) -> None:
+        def __init__(self, kernel: Any, grid: int, pointers: Any, tail: Any, config: Any, *_: Any) -> None:
             wanted.append(Wanted(kernel, (*pointers, *tail), config))
 
     saved = [

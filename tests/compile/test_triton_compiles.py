@@ -295,6 +295,28 @@ def test_lse_of_tiles_from_lists_begins_with_the_first_query(rule):
     assert {box.shape for box in boxes} == {(2 * (576 if rule is None else 512),)}
 
 
+LEADS, WAITS = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+
+
+@pytest.mark.parametrize(
+    ("headdim", "options", "expected"),
+    [
+        (128, {}, {"delta_kernel": (), KEYS: (LEADS,), QUERIES: (WAITS,)}),
+        (128, {"causal": "bottom_right"}, {QUERIES: (), KEYS: ()}),
+        (256, {}, {QUERIES: (), KEYS: (LEADS, WAITS)}),  # the first of two leads, the second waits
+    ],
+)
+def test_launches_that_begin_beside_the_one_before(headdim, options, expected):
+    """On sm_90 alone, with whole tiles by the copy engine or without; what begins early ends late."""
+    for arch in ("sm_90", "sm_80"):
+        q, k, v = (torch.zeros(1, 4096, 2, headdim, dtype=torch.bfloat16) for _ in range(3))
+        found: dict[str, tuple[str, ...]] = {}
+        for wanted in launches(arch, q, k, v, True, names=("q", "k", "v"), has_dlse=False, **options):
+            ptx, name = build(wanted, arch).asm["ptx"], wanted.kernel.__name__
+            found[name] = (*found.get(name, ()), *[word for word in (LEADS, WAITS) if word in ptx])
+        assert found == (expected if arch == "sm_90" else {QUERIES: (), KEYS: ()})
+
+
 LONG = ({}, {"causal": "bottom_right"}, {"window_left": 1024, "window_right": 0})
 
 

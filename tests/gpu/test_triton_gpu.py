@@ -18,6 +18,8 @@ from tests.triton_checks import (
     ids,
     run,
 )
+from tilewise.backends.triton import backward_plan
+from tilewise.backends.triton.backend import BACKEND
 from tilewise.testing import Spec, make
 from tilewise.testing.judge import assert_exact
 
@@ -253,6 +255,24 @@ def test_repeated_runs_are_bitwise_equal(features):
     for _ in range(10):
         again = gradients(sample, run(sample, deterministic=True))
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(("seqlen", "headdim"), [(1100, 64), (2048, 128), (300, 256), (300, 200)])
+def test_launches_that_begin_early_end_in_order(seqlen, headdim, monkeypatch):
+    """Of a backward; what is launched after it finds all gradients written."""
+    tensors = [bf16(2, seqlen, 3, headdim).requires_grad_() for _ in range(3)]
+    out = tilewise.attention(*tensors, backend="triton")
+    dout = bf16(*out.shape)
+    with monkeypatch.context() as patch:
+        patch.setattr(backward_plan, "overlaps", lambda problem, facts: False)
+        patch.setattr(BACKEND, "_plans", {})
+        expected = torch.autograd.grad(out, tensors, dout, retain_graph=True)
+    busy = torch.empty(1 << 28, device="cuda", dtype=torch.int8)
+    for _ in range(30):
+        busy.fill_(0)  # meanwhile all launches are queued
+        found = [grad.clone() for grad in torch.autograd.grad(out, tensors, dout, retain_graph=True)]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_empty_problems():

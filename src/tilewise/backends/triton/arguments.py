@@ -176,3 +176,5 @@ class Grads(NamedTuple):
     bias: str
     alibi: bool
     statistics: bool = False  # the kernel computes delta and the form of lse that all read, and stores them
+    leads: bool = False  # the launch after it may begin once all of its programs have begun
+    early: bool = False  # it may begin beside the launch before it, of which it reads nothing, and ends after that one

@@ -28,7 +28,7 @@ from tilewise.backends.triton.plans import (
     types_of,
 )
 from tilewise.backends.triton.query_gradients import query_gradients_kernel
-from tilewise.device import device_facts
+from tilewise.device import DeviceFacts, device_facts
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
@@ -46,6 +46,20 @@ def bias_kind(problem: Problem) -> str:
     if rows == 1:
         return "col"
     return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
+
+
+OVERLAPPING = 1000  # keys of a query from which dq comes last, beside the end of dk and dv
+
+
+def overlaps(problem: Problem, facts: DeviceFacts) -> bool:
+    """Whether a launch may begin beside the one before it: on Hopper, where no launch of another kind comes between."""
+    return facts.arch == "sm_90" and tiles.is_bare(problem) and not problem.varlen and not INTERPRETED
+
+
+def queries_last(problem: Problem) -> bool:
+    """Whether dq pays for a launch for delta by filling up the end of dk and dv (docs/triton.md)."""
+    narrow = max(problem.headdim, problem.headdim_v) <= tiles.PART
+    return narrow and not problem.banded and tiles.keys_of_a_query(problem) >= OVERLAPPING
 
 
 class KeyLaunch(NamedTuple):
@@ -74,8 +88,10 @@ class BackwardPlan:
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
+        self.overlaps = overlaps(problem, device_facts(self.device))
+        self.queries_last = self.overlaps and self.wants_queries and self.wants_keys and queries_last(problem)
         # with channels in parts no program has a whole row of dout, so that delta needs a launch of its own
-        self.fuses_delta = self.wants_queries and self._shape("queries").tile.num_dv == 1
+        self.fuses_delta = self.wants_queries and not self.queries_last and self._shape("queries").tile.num_dv == 1
         if self.mode.two_parts:
             self._plan_lse_parts(inputs)
         if not self.fuses_delta:
@@ -156,6 +172,9 @@ class BackwardPlan:
                 Grads(False, False, "v" in needs, "", False),
             ]
         wanted = [grads for grads in wanted if grads.k or grads.v or grads.bias]
+        if self.overlaps:
+            last = len(wanted) - (not self.queries_last)
+            wanted = [grads._replace(leads=n < last, early=n > 0) for n, grads in enumerate(wanted)]
         self.keys = [self._plan_key_launch(inputs, q, dout, grads) for grads in wanted]
 
     def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
@@ -177,7 +196,7 @@ class BackwardPlan:
         pointers = self._pointers(inputs, self.mode.lists, *outputs, *boxes)
         grid = programs(problem, tile.block_n, queries=False) * max(tile.num_d, tile.num_dv) * problem.nheads_k
         tail = (*self._tail(inputs, tile, lists), grads)
-        launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device)
+        launch = Launch(key_gradients_kernel, grid, pointers, tail, config, self.device, grads.early)
         return KeyLaunch(launch, grads, lists)
 
     def _has_registers_for_k(self, tile: Tile) -> bool:
@@ -195,7 +214,7 @@ class BackwardPlan:
             boxes = (host.box_of(k, tile.block_n, tile.block_d), host.box_of(v, tile.block_n, tile.block_dv))
         self.query_lists = ListPlan(problem, inputs, self.marks, tile, "queries") if self.mode.lists else None
         grads = Grads("q" in needs, False, False, self.kind if self.kind in ("row", "tile") else "",
-                      "alibi_slopes" in needs, self.fuses_delta)  # fmt: skip
+                      "alibi_slopes" in needs, self.fuses_delta, early=self.queries_last)  # fmt: skip
         bias_type = {"row": torch.float32, "tile": problem.bias_dtype}.get(grads.bias)
         statistics = (problem.dtype, *self._statistics_types()) if self.fuses_delta else (None,) * 4
         pointers = self._pointers(
@@ -210,7 +229,7 @@ class BackwardPlan:
         self.query_blocks = blocks(problem.seqlen_q, tile.block_m)
         grid = programs(problem, tile.block_m, queries=True) * tile.num_d * problem.nheads
         tail = (*self._tail(inputs, tile, self.query_lists), grads)
-        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, config, self.device)
+        self.queries = Launch(query_gradients_kernel, grid, pointers, tail, config, self.device, grads.early)
 
     def _plan_bias(self, inputs: Inputs) -> None:
         problem = self.problem
@@ -248,12 +267,14 @@ class BackwardPlan:
         if not self.fuses_delta:
             self.delta((out, dout, lse, dlse, row_lse, log_sum, delta, dsink, extras))
         shared = (inputs.q, inputs.k, inputs.v, dout, row_lse, log_sum, delta)
+        if self.queries_last:
+            self._run_keys(inputs, shared, extras, grads)
         if self.wants_queries:
             more = (out, lse, dlse, dsink) if self.fuses_delta else (None,) * 4
             self._run_queries(inputs, (*shared, *more), extras, grads)
         if dsink is not None:
             grads["sink"] = dsink.sum(-1)
-        if self.wants_keys:
+        if self.wants_keys and not self.queries_last:
             self._run_keys(inputs, shared, extras, grads)
         if self.kind == "shared":
             grads["bias"] = torch.empty(

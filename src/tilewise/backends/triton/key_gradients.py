@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
@@ -127,6 +128,8 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
 
     Grid: key blocks, channel parts, key heads and batch in the order of places.py; the first see most queries.
     """
+    if GRADS.leads:
+        gdc_launch_dependents()
     PARTS: tl.constexpr = TILE.num_d if TILE.num_d > TILE.num_dv else TILE.num_dv
     n_block, part, head_k, batch, k_start, seqlen_k = place(
         extras.cu_seqlens_k, sizes, sizes.seqlen_k, sizes.total_k, sizes.nheads // sizes.group, PARTS, TILE.block_n,
@@ -227,3 +230,5 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
         dv_ptr = P.head_address(dv_ptr, strides.dv, batch, k_start, head_k, MODE.align)
         v_channels = part % TILE.num_dv * TILE.block_dv + tl.arange(0, TILE.block_dv)
         P.store_tile(dv_ptr, strides.dv, dv, n_begin, v_channels, seqlen_k, TILE.headdim_v, TILE.block_n, MODE.align)
+    if GRADS.early:
+        gdc_wait()

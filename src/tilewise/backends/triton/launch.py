@@ -242,7 +242,7 @@ def _direct(compiled: CompiledKernel) -> tuple[Any, list[Any]] | None:
 class Launch:
     """A kernel with everything of its call but the pointers: ``launch(pointers)`` runs it on the current stream."""
 
-    __slots__ = ("descriptors", "fixed", "grid", "index", "kernel", "none", "run", "tail")
+    __slots__ = ("descriptors", "early", "fixed", "grid", "index", "kernel", "none", "run", "tail")
 
     def __init__(
         self,
@@ -252,8 +252,10 @@ class Launch:
         tail: tuple[Any, ...],
         config: Config,
         device: torch.device,
+        early: bool = False,
     ) -> None:
-        self.kernel, self.tail = kernel, tail
+        """``early``: it may begin beside the launch before it, where Triton is one whose launcher is known."""
+        self.kernel, self.tail, self.early = kernel, tail, early
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.index = device.index
         self.none = tuple(index for index, pointer in enumerate(pointers) if pointer is None)
@@ -277,7 +279,7 @@ class Launch:
         else:
             self.run, metas = direct
             # cooperative grid, programmatic launch, two scratch buffers; then metadata and hooks
-            self.fixed = (compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
+            self.fixed = (compiled.function, False, self.early, None, None, compiled.packed_metadata, None, None, None)
         pairs = zip(boxes, metas, strict=True)
         self.descriptors = tuple((index, Descriptor(box, _encoder(meta))) for (index, box), meta in pairs)[::-1]
 

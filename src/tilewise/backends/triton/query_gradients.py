@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tilewise.backends.triton import bands as B  # noqa: N812
 from tilewise.backends.triton import primitives as P  # noqa: N812
@@ -208,3 +209,5 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
     if GRADS.alibi:
         if part == 0:
             tl.store(dslopes_ptr + plane * num_m_blocks + m_block, tl.sum(slope_sum))
+    if GRADS.early:
+        gdc_wait()
