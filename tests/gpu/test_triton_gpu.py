@@ -257,10 +257,12 @@ def test_repeated_runs_are_bitwise_equal(features):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(("seqlen", "headdim"), [(1100, 64), (2048, 128), (300, 256), (300, 200)])
-def test_launches_that_begin_early_end_in_order(seqlen, headdim, monkeypatch):
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "headdim"), [(4100, 20, 64), (1100, 70, 128), (2085, 40, 96), (300, 3, 256), (300, 3, 200)]
+)
+def test_launches_that_begin_early_end_in_order(seqlen, heads, headdim, monkeypatch):
     """Of a backward; what is launched after it finds all gradients written."""
-    tensors = [bf16(2, seqlen, 3, headdim).requires_grad_() for _ in range(3)]
+    tensors = [bf16(1, seqlen, heads, headdim).requires_grad_() for _ in range(3)]
     out = tilewise.attention(*tensors, backend="triton")
     dout = bf16(*out.shape)
     with monkeypatch.context() as patch:

@@ -48,7 +48,8 @@ def bias_kind(problem: Problem) -> str:
     return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
 
 
-OVERLAPPING = 1000  # keys of a query from which dq comes last, beside the end of dk and dv
+ROUNDS = 8  # programs of dk and dv for each multiprocessor from which dq comes last, two resident
+FILLING = {64: 4000, tiles.PART: 1000}  # by channels: and the keys of a query
 
 
 def overlaps(problem: Problem, facts: DeviceFacts) -> bool:
@@ -56,10 +57,13 @@ def overlaps(problem: Problem, facts: DeviceFacts) -> bool:
     return facts.arch == "sm_90" and tiles.is_bare(problem) and not problem.varlen and not INTERPRETED
 
 
-def queries_last(problem: Problem) -> bool:
+def queries_last(problem: Problem, facts: DeviceFacts) -> bool:
     """Whether dq pays for a launch for delta by filling up the end of dk and dv (docs/triton.md)."""
-    narrow = max(problem.headdim, problem.headdim_v) <= tiles.PART
-    return narrow and not problem.banded and tiles.keys_of_a_query(problem) >= OVERLAPPING
+    least = next((keys for dim, keys in FILLING.items() if max(problem.headdim, problem.headdim_v) <= dim), None)
+    if least is None or problem.banded or tiles.keys_of_a_query(problem) < least:
+        return False
+    block = tiles.choose_row("keys", problem, facts, 1).block_n
+    return blocks(problem.seqlen_k, block) * problem.nheads_k * problem.batch >= ROUNDS * facts.multiprocessors
 
 
 class KeyLaunch(NamedTuple):
@@ -88,8 +92,9 @@ class BackwardPlan:
         self.fits_boxes = host.fits_boxes(tensors) and self.rows < 2**31
         self.wants_keys = "k" in needs or "v" in needs or self.kind == "col"
         self.wants_queries = "q" in needs or "alibi_slopes" in needs or self.kind in ("row", "tile")
-        self.overlaps = overlaps(problem, device_facts(self.device))
-        self.queries_last = self.overlaps and self.wants_queries and self.wants_keys and queries_last(problem)
+        facts = device_facts(self.device)
+        self.overlaps = overlaps(problem, facts)
+        self.queries_last = self.overlaps and self.wants_queries and self.wants_keys and queries_last(problem, facts)
         # with channels in parts no program has a whole row of dout, so that delta needs a launch of its own
         self.fuses_delta = self.wants_queries and not self.queries_last and self._shape("queries").tile.num_dv == 1
         if self.mode.two_parts:
@@ -173,8 +178,8 @@ class BackwardPlan:
             ]
         wanted = [grads for grads in wanted if grads.k or grads.v or grads.bias]
         if self.overlaps:
-            last = len(wanted) - (not self.queries_last)
-            wanted = [grads._replace(leads=n < last, early=n > 0) for n, grads in enumerate(wanted)]
+            followed = len(wanted) if self.queries_last else len(wanted) - 1
+            wanted = [grads._replace(leads=n < followed, early=n > 0) for n, grads in enumerate(wanted)]
         self.keys = [self._plan_key_launch(inputs, q, dout, grads) for grads in wanted]
 
     def _plan_key_launch(self, inputs: Inputs, q: torch.Tensor, dout: torch.Tensor, grads: Grads) -> KeyLaunch:
