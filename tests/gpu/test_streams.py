@@ -19,8 +19,8 @@ BF16 = torch.bfloat16
 WAIT = 20_000_000  # cycles, about 10 ms
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(2, 300, 4, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+def inputs(headdim: int = 64) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, 300, 4, headdim, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
 
 
 def step(tensors: tuple[torch.Tensor, ...], backend: str) -> tuple[torch.Tensor, ...]:
@@ -54,8 +54,9 @@ def test_a_call_waits_for_its_own_stream_alone(backend: str) -> None:
     same(found, expected)
 
 
-def test_a_graph_computes_anew_at_every_replay(backend: str) -> None:
-    tensors = inputs()
+@pytest.mark.parametrize("headdim", [64, 256])  # of 256 channels launches overlap on either backend
+def test_a_graph_computes_anew_at_every_replay(backend: str, headdim: int) -> None:
+    tensors = inputs(headdim)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step(tensors, backend)
@@ -64,7 +65,7 @@ def test_a_graph_computes_anew_at_every_replay(backend: str) -> None:
     with torch.cuda.graph(graph):
         captured = step(tensors, backend)
     for _ in range(3):
-        refill(tensors, inputs())
+        refill(tensors, inputs(headdim))
         graph.replay()
         torch.cuda.synchronize()
         same(captured, step(tensors, backend))
