@@ -111,9 +111,12 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
                 first = (b * nheads + h) * blocks * block_m
                 at = (b, h)  # type: ignore[assignment]
                 written = dq[b, :, h]
-            expected = (lse[at] / math.log(2)).masked_fill(lse[at] == -torch.inf, 0.0)
+            expected = (lse[at] / math.log(2)).masked_fill(lse[at] == -torch.inf, torch.inf)
             torch.testing.assert_close(found_lse[first : first + length], expected)
             torch.testing.assert_close(found_delta[first : first + length], delta[at], atol=1e-3, rtol=1e-3)
+            past = slice(first + length, first + -(-length // block_m) * block_m)
+            assert (found_lse[past] == torch.inf).all()  # so that every p there is 0
+            assert (found_delta[past] == 0).all()
             chunks = acc[first * headdim :][: -(-length // 64) * 64 * headdim]
             chunks = chunks.view(-1, headdim // 64, 8, 4, 4, 2, 4, 2, 2)
             # part, i, warp, row / 2, row % 2, quad, high row, pair -> warp, high row, row; part, i, quad, pair

@@ -199,9 +199,8 @@ def _run(problem: Problem, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tenso
     return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_within_budget(case: Case) -> None:
-    arguments, dout = _arguments(case)
+def _check(case: Case, arguments: Arguments, dout: torch.Tensor) -> None:
+    """out, lse and every gradient against fp64."""
     problem, inputs = describe(arguments)
     assert BACKEND.supports(problem, device_facts(arguments.q.device)) == ()
     out, lse = BACKEND.forward(problem, inputs)
@@ -216,6 +215,26 @@ def test_within_budget(case: Case) -> None:
     for name, tensor in actual.items():
         verdict = within_budget(tensor.cpu(), exact[name], plain[name], name=name)
         assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_within_budget(case: Case) -> None:
+    _check(case, *_arguments(case))
+
+
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [(64, {}), (128, {}), (256, {}), (64, BR | {"softcap": 8.0}), (128, BR | {"softcap": 8.0})],
+)
+def test_slopes_that_favour_what_is_far(dim: int, options: dict[str, Any]) -> None:
+    """Rows past a sequence's end have scores as large as its last ones, but no lse of their own to hold them down."""
+    for lengths in (None, ([130, 7, 300], [130, 200, 300])):
+        sizes = (1, 4, 2, 130, 300) if lengths is None else (0, 4, 2, 0, 0)
+        case = Case("", *sizes, dim, dim, options | {"alibi_slopes": True}, lengths=lengths)
+        arguments, dout = _arguments(case)
+        assert arguments.alibi_slopes is not None
+        arguments.alibi_slopes.fill_(-1.0)
+        _check(case, arguments, dout)
 
 
 @pytest.mark.parametrize(

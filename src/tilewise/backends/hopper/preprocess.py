@@ -63,8 +63,9 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
                   EARLY: tl.constexpr):
     """lse in units of log2, -delta = dlse - rowsum(out * dout), and zeros for dq. EARLY: the next launch is.
 
-    Strides of out and dout are (batch, row, head) and of lse (batch, head), in elements. Rows past the sequence get
-    zeros; so does lse where it is -inf, for such a row is masked throughout.
+    Strides of out and dout are (batch, row, head) and of lse (batch, head), in elements. Rows past the sequence, and
+    those that see no key, get the lse inf, with which every p is 0: a negative slope makes scores far away so large
+    that with another p would be inf, and times the zeros of such a row NaN.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -84,10 +85,10 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
     dout = tl.load(dout_at, mask=mask, other=0.0).to(tl.float32)
     minus_delta = -tl.sum(out * dout, 1)
     lse_at = tl.cast(index, tl.int64) * lse_stride[0] + head.to(tl.int64) * lse_stride[1] + start + rows
-    lse = tl.load(lse_ptr + lse_at, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"))
     if dlse_ptr is not None:
         minus_delta += tl.load(dlse_ptr + lse_at, mask=inside, other=0.0)
-    tl.store(lse_out_ptr + padded, tl.where(lse == float("-inf"), 0.0, lse * LOG2E))
+    tl.store(lse_out_ptr + padded, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
     tl.store(delta_out_ptr + padded, minus_delta)
 
 
