@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.compile.spills import PTXAS, TOOLS
+from tests.compile.spills import PTXAS, TOOLS, loop_spans
 from tilewise.backends.hopper import backward_plan, launch, plans, plans_fp8, plans_segments
 from tilewise.descale import FP8, blocks_of
 from tilewise.fp8 import describe_scaled
@@ -110,29 +110,17 @@ def machine(wanted: Wanted, folder: Path) -> Machine:
         shared=compiled.metadata.shared,
         serialized="serialized" in log,
         spilled=sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", log)),
-        hot_spills=_local_accesses_in_loops(sass),
+        hot_spills=_local_accesses_in_loops(sass.splitlines()),
         products=len(re.findall("[HQ]GMMA", sass)),
     )
 
 
-def _local_accesses_in_loops(sass: str) -> int:
+def _local_accesses_in_loops(lines: list[str]) -> int:
     """Loads and stores of local memory in the innermost loops of matrix products that store nothing of a tile.
 
     A wait is a loop as well, and lies inside them.
     """
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
-    loops = []
-    for end, text in enumerate(code):
-        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if jump and labels.get(jump[1], end) < end:
-            loops.append((labels[jump[1]], end))
-    loops = [(a, b) for a, b in loops if any("GMMA" in text for text in code[a:b])]
+    loops = [(a, b) for a, b in loop_spans(lines) if any("GMMA" in line for line in lines[a:b])]
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    steps = [(a, b) for a, b in inner if not any("STG" in text for text in code[a:b])]
-    return sum("LDL" in text or "STL" in text for a, b in steps for text in code[a:b])
+    steps = [(a, b) for a, b in inner if not any("STG" in line for line in lines[a:b])]
+    return sum("LDL" in line or "STL" in line for a, b in steps for line in lines[a:b])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ WRITES = re.compile(r"\*/\s+(?:@!?U?P\d+ +)?(?!ST|RED|HGMMA|QGMMA)([A-Z0-9_.]+) 
 FORMS = {4: re.compile(r"^LDSM|\.128"), 2: re.compile(r"\.64|\.WIDE")}  # of instructions that write several registers
 LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)")
+ELSEWHERE = re.compile(r"\.L_x_\d+")  # in an instruction: places where a thread may go on
+LEAVES = re.compile(r"\*/\s+(EXIT|RET|BRX|BRA `)")  # for certain: no thread comes to the instruction behind
 
 
 class Loop(NamedTuple):
@@ -33,7 +36,7 @@ class Loop(NamedTuple):
 def loops(compiled: Any) -> list[Loop]:
     """The innermost loops of an sm_90 kernel that hold matrix products."""
     lines = disassembled(compiled.asm["cubin"])
-    with_products = [span for span in _spans(lines) if _products(lines, span)]
+    with_products = [span for span in loop_spans(lines) if _products(lines, span)]
     inner = [a for a in with_products if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in with_products)]
     return [Loop(_products(lines, span), _count(lines, span, r"\b(STL|LDL)\b")) for span in inner]
 
@@ -52,7 +55,7 @@ def lost_operands(lines: list[str]) -> list[str]:
 
     ptxas 12.8 does that where both products of a turn have as many such registers, and a branch is between them.
     """
-    return [line for span in _spans(lines) for line in _lost(lines[span[0] : span[1] + 1])]
+    return [line for span in loop_spans(lines) for line in _lost(lines[span[0] : span[1] + 1])]
 
 
 def _lost(loop: list[str]) -> list[str]:
@@ -66,10 +69,36 @@ def _lost(loop: list[str]) -> list[str]:
     return [loop[n] for n, found in operands if found and any(first.get(int(found[1]) + i, n) > n for i in range(4))]
 
 
-def _spans(lines: list[str]) -> list[tuple[int, int]]:
+def loop_spans(lines: list[str]) -> list[tuple[int, int]]:
+    """First and last lines of loops: of jumps back that the lines between come to.
+
+    The assembler puts code behind the kernel, waits above all, that jumps back to where it came from; what lies between
+    is no loop.
+    """
     labels = {found[1]: number for number, line in enumerate(lines) if (found := LABEL.match(line.strip()))}
+    turns = {
+        number: [labels[name] for name in ELSEWHERE.findall(line) if name in labels]
+        for number, line in enumerate(lines)
+        if "*/" in line and (ELSEWHERE.search(line) or LEAVES.search(line))
+    }
+    order = sorted(turns)
+
+    def comes_to(begin: int, end: int) -> bool:
+        """By a way that does not leave the lines from ``begin`` to ``end``."""
+        seen, ahead = set(), [begin]
+        while ahead:
+            number = order[bisect_left(order, ahead.pop())]
+            if number == end:
+                return True
+            if number < end and number not in seen:
+                seen.add(number)
+                ahead += [goal for goal in turns[number] if begin <= goal <= end]
+                ahead += [] if LEAVES.search(lines[number]) else [number + 1]
+        return False
+
     jumps = ((number, BRANCH.search(line)) for number, line in enumerate(lines))
-    return [(labels[found[1]], number) for number, found in jumps if found and labels[found[1]] < number]
+    back = [(labels[found[1]], number) for number, found in jumps if found and labels[found[1]] < number]
+    return [span for span in back if comes_to(*span)]
 
 
 def _count(lines: list[str], span: tuple[int, int], pattern: str) -> int:
