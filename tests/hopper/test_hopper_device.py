@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
 
 BR, TL = {"causal": "bottom_right"}, {"causal": "top_left"}
+CAPPED = {"softcap": 6.0, "alibi_slopes": True}
 ALL = BR | {"window_left": 200, "window_right": 0, "softcap": 8.0, "alibi_slopes": True, "sink": True}
 CASES = [
     Case("full", 2, 4, 4, 256, 256, 128, 128, {}),
@@ -108,9 +109,19 @@ CASES = [
         for order in ("documents", "any order")
         for dim, dim_v, options in (
             (64, 64, BR), (96, 96, BR), (128, 128, {}), (192, 128, TL), (256, 256, BR),
-            (64, 64, ALL), (128, 128, ALL), (256, 256, ALL | {"softcap": 0.0}),
+            (64, 64, ALL), (128, 128, ALL), (256, 256, ALL), (160, 160, ALL | {"softcap": 0.0}),
         )
     ),
+    Case("capped slopes 256", 1, 4, 2, 600, 700, 256, 256, BR | CAPPED),
+    Case("capped slopes 256 full", 2, 2, 2, 333, 444, 256, 256, CAPPED, FP16),
+    Case("capped slopes 192 and 128", 1, 4, 2, 700, 650, 192, 128, CAPPED | {"window_left": 100, "window_right": 20}),
+    Case("capped slopes 64 and 256", 1, 4, 1, 300, 517, 64, 256, TL | CAPPED),
+    Case("capped slopes 136", 1, 2, 2, 500, 200, 136, 136, BR | CAPPED),
+    Case("capped slopes of one query", 2, 4, 4, 1, 300, 192, 192, BR | CAPPED),
+    Case("capped slopes, more tiles than CTAs", 3, 8, 4, 900, 900, 160, 160, BR | CAPPED),
+    Case("packed capped slopes", 0, 4, 2, 0, 0, 256, 256, BR | CAPPED, lengths=([0, 5, 300, 777], [3, 5, 400, 600])),
+    Case("packed capped slopes 192", 0, 4, 2, 0, 0, 192, 128, TL | CAPPED | {"window_left": 50},
+         lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
     Case("long documents", 1, 2, 1, 3000, 3000, 128, 128, BR, segments="documents"),
     Case("long documents in fp16", 1, 2, 1, 3000, 3000, 64, 64, {}, dtype=FP16, segments="documents"),
 ]
@@ -224,7 +235,7 @@ def test_within_budget(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "options"),
-    [(64, {}), (128, {}), (256, {}), (64, BR | {"softcap": 8.0}), (128, BR | {"softcap": 8.0})],
+    [(dim, options) for dim in (64, 128, 256) for options in ({}, BR | {"softcap": 8.0})],
 )
 def test_slopes_that_favour_what_is_far(dim: int, options: dict[str, Any]) -> None:
     """Rows past a sequence's end have scores as large as its last ones, but no lse of their own to hold them down."""

@@ -208,6 +208,22 @@ def test_sink_gradient_has_a_kernel(calls: list[Any]) -> None:
     assert grads["sink"].shape == (1, 2)
 
 
+def test_slopes_gradient_has_a_launch_where_registers_are_short(calls: list[Any]) -> None:
+    """Where the main one has it, none; both get the same addresses, among them that of the gradient."""
+    backend = Hopper()
+    for headdim, softcap, apart in ((128, 30.0, False), (256, 0.0, False), (256, 30.0, True), (136, 30.0, True)):
+        q = half(1, 70, 2, headdim)
+        options = {"alibi_slopes": torch.ones(2), "softcap": softcap, "needs_grad": ("q", "alibi_slopes")}
+        problem, inputs = call(q, q, q, **options)
+        out, lse = backend.forward(problem, inputs)
+        calls.clear()
+        grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
+        names = [name for name, _, _ in calls]
+        main = "backward_kernel" if headdim == 128 else "backward_wide_kernel"
+        assert names == ["before_kernel", *["slopes_kernel"] * apart, main, "after_kernel"]
+        assert {arguments[9][-1] for _, _, arguments in calls[1:-1]} == {grads["alibi_slopes"].data_ptr()}
+
+
 def test_nothing_to_compute() -> None:
     backend = Hopper()
     q = half(1, 5, 2, 64)

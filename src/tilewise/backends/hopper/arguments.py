@@ -352,6 +352,17 @@ class Steps(NamedTuple):
     count: Any
 
 
+class Fetched(NamedTuple):
+    """Shared memory for what the backward's producer fetches."""
+
+    q: Slots
+    dout: Slots
+    k: Ring
+    v: Ring
+    lse: Any
+    delta: Any
+
+
 class Shared(NamedTuple):
     """Shared memory of the backward."""
 

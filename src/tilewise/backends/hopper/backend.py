@@ -17,7 +17,6 @@ from tilewise.problem import DTYPE_NAMES, Problem
 TRITON = (3, 6)
 PLANS = 4096
 OVERHEAD = 1.0e-5  # seconds
-NARROW = 128  # channels up to which the registers hold what slopes under a softcap ask for beside dk and dv
 
 
 def _machine_reasons(problem: Problem, facts: DeviceFacts) -> list[Reason]:
@@ -65,8 +64,6 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         return found
     if problem.deterministic:
         found.append(Reason("deterministic", "True with a gradient", "False: dq is summed in any order"))
-    if "alibi_slopes" in problem.needs_grad and problem.softcap and max(problem.headdim, problem.headdim_v) > NARROW:
-        found.append(Reason("gradient", f"alibi_slopes, softcap and over {NARROW} channels", "two of them"))
     return found
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from tilewise.backends.hopper.arguments import KeyBlocks, Shared, Slots, Span, Steps, Work
+from tilewise.backends.hopper.arguments import Fetched, KeyBlocks, Shared, Slots, Span, Steps, Work
 from tilewise.backends.hopper.barriers import (
     CONSUMER_AND_WARP,
     DOUT_READ,
@@ -212,13 +212,12 @@ def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.constexpr, TILE: gl.constexpr):
-    """Shared memory of a backward kernel with DS buffers of ds."""
+def new_inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, TILE: gl.constexpr):
+    """Shared memory for what the producer fetches."""
     STAGES: gl.constexpr = TILE.stages
     DOUT_STAGES: gl.constexpr = TILE.dout_stages
     ROWS: gl.constexpr = TILE.block_m
-    KEYS: gl.constexpr = TILE.block_n
-    return Shared(
+    return Fetched(
         Slots(gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
               new_barriers(STAGES, 1)),
         Slots(gl.allocate_shared_memory(dout_desc.dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout),
@@ -227,7 +226,16 @@ def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.cons
         new_ring(v_desc, 1, 2),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [DS, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2)),
+    )
+
+
+@gluon.jit
+def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.constexpr, TILE: gl.constexpr):
+    """Shared memory of a backward kernel with DS buffers of ds."""
+    fetched = new_inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, TILE)
+    return Shared(
+        fetched.q, fetched.dout, fetched.k, fetched.v, fetched.lse, fetched.delta,
+        gl.allocate_shared_memory(q_desc.dtype, [DS, TILE.block_n, TILE.block_m], gl.NVMMASharedLayout(128, 16, 2)),
         gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
         new_barriers(2, 1),
-    )
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from tilewise.backends.hopper import tiles
 from tilewise.backends.hopper.arguments import BackwardPointers, BackwardSizes, BackwardTile, Mode, Scalars
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_slopes import slopes_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
 from tilewise.backends.hopper.maps import Box, Map, dense_map, packed_map
@@ -96,14 +97,19 @@ class BackwardPlan:
             make(keys[3], 64, min(tile.block_d, 128)),
             fragments,
         )
-        mode = mode._replace(slopes="alibi_slopes" in problem.needs_grad)
+        sloping, apart = "alibi_slopes" in problem.needs_grad, tiles.slopes_apart(problem)
         packed = (stand_in(torch.int32, varlen) for _ in range(3))
         segments = (stand_in(torch.int32, problem.segments) for _ in range(4))
-        slopes = stand_in(torch.float32, problem.alibi), stand_in(torch.float32, mode.slopes)
+        slopes = stand_in(torch.float32, problem.alibi), stand_in(torch.float32, sloping)
         pointers = BackwardPointers._make((stand_in(torch.int32), slopes[0], *packed, *segments, slopes[1]))
         grid = min(multiprocessors(inputs.q.get_device()), self.sizes.tiles)
         kernel = backward_kernel if tile.block_d <= 128 else backward_wide_kernel
-        self.main = Launch(kernel, grid, (*maps, pointers, self.sizes, scalars, mode, tile, 4), early=True)
+        common = (*maps, pointers, self.sizes, scalars)
+        self.main = Launch(kernel, grid, (*common, mode._replace(slopes=sloping and not apart), tile, 4), early=True)
+        self.slopes = None
+        if apart:
+            tile = tile._replace(dout_stages=2)  # where ds and dq would be
+            self.slopes = Launch(slopes_kernel, grid, (*common, mode._replace(slopes=True), tile, 4), early=True)
 
     def _around(self, problem: Problem, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:
         """The launches before and after."""
@@ -174,6 +180,8 @@ class BackwardPlan:
         self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)
         keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
         addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)
+        if self.slopes is not None:
+            self.slopes(stream, *addresses, pointers, self.sizes, self.scalars)
         self.main(stream, *addresses, pointers, self.sizes, self.scalars)
         self.after(stream, acc, dq.data_ptr(), cu, *self.after_tail)
         if self.sink is not None and inputs.sink is not None:

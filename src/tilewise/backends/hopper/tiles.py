@@ -156,6 +156,16 @@ def backward_tile(problem: Problem) -> BackwardTile:
     return tile._replace(channels=summed(problem.headdim), channels_v=summed(problem.headdim_v))
 
 
+def slopes_apart(problem: Problem) -> bool:
+    """Whether the slopes' gradient has a launch of its own.
+
+    Beside dk and dv of over 128 channels and a softcap's derivative the registers do not hold it: the assembler makes
+    every product wait for the one before.
+    """
+    wide = max(problem.headdim, problem.headdim_v) > 128
+    return "alibi_slopes" in problem.needs_grad and problem.softcap > 0 and wide
+
+
 def summed(dim: int) -> int:
     """The channels that one product, or two of powers of two, sum over."""
     return next(count for count in (64, 96, 128, 192, 256) if count >= dim)
