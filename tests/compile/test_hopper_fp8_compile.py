@@ -29,7 +29,8 @@ HOT_SPILLS = {
 }
 
 
-FP8_FEATURES: dict[str, dict[str, Any]] = FEATURES | {
+PLAIN = {name: options for name, options in FEATURES.items() if "segments_q" not in options}  # fp8 takes none
+FP8_FEATURES: dict[str, dict[str, Any]] = PLAIN | {
     "long": {"causal": "bottom_right", "rows": 9000, "keys": 9000},
     "long, full": {"rows": 9000, "keys": 9000},
     "by block": {"causal": "bottom_right", "by_block": True},
