@@ -303,6 +303,7 @@ class BackwardTile(NamedTuple):
     registers: int
     channels: int = 0  # of q and k that products sum over: the rest of block_d is padding
     channels_v: int = 0
+    readers: int = 2  # consumers that read a step's q and dout
 
     @property
     def parts(self) -> int:

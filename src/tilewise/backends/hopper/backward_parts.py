@@ -125,10 +125,11 @@ def statistics_block(work, sizes, g, block, MODE: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr, desc, coord, rows_desc, row):
+def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr, desc, coord, rows_desc, row,
+                  TILE: gl.constexpr):
     """Fill the slot of a step, once it is empty, with a tile and the row statistics that go with it."""
     slot = it % STAGES
-    await_slot(it, STAGES, READ)
+    await_slot(it, STAGES, READ, 128 * TILE.readers + 32)
     mbarrier.expect(tiles.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
     load_box(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
     load_box(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
@@ -155,10 +156,11 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 block = row_block(steps, t, MODE)
                 row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
                 coord = rows_at(work.q, head, block * ROWS, MODE)
-                load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row)
+                load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row, TILE)
                 if g + t == 0:
                     load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
-                load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row)
+                load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row,
+                              TILE)
                 if g + t == 0:
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1

@@ -108,7 +108,7 @@ class BackwardPlan:
         self.main = Launch(kernel, grid, (*common, mode._replace(slopes=sloping and not apart), tile, 4), early=True)
         self.slopes = None
         if apart:
-            tile = tile._replace(dout_stages=2)  # where ds and dq would be
+            tile = tile._replace(dout_stages=2, readers=1)  # where ds and dq would be is room for a second dout
             self.slopes = Launch(slopes_kernel, grid, (*common, mode._replace(slopes=True), tile, 4), early=True)
 
     def _around(self, problem: Problem, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:

@@ -81,17 +81,17 @@ def meet():
 
 
 @gluon.jit
-def let_go(step, STAGES: gl.constexpr, READ: gl.constexpr):
+def let_go(step, STAGES: gl.constexpr, READ: gl.constexpr, THREADS: gl.constexpr = CONSUMERS_AND_WARP):
     """Consumer: the slot of this step has been read."""
-    tell(READ + step % STAGES, CONSUMERS_AND_WARP)
+    tell(READ + step % STAGES, THREADS)
 
 
 @gluon.jit
-def await_slot(step, STAGES: gl.constexpr, READ: gl.constexpr):
-    """Producer: the slot that this step takes is empty."""
+def await_slot(step, STAGES: gl.constexpr, READ: gl.constexpr, THREADS: gl.constexpr):
+    """Producer: the slot that this step takes is empty. THREADS: of those who read it, and of the producer."""
     gl.static_assert(STAGES <= 2)
     if step >= STAGES:
-        await_all(READ + step % STAGES, CONSUMERS_AND_WARP)
+        await_all(READ + step % STAGES, THREADS)
 
 
 @gluon.jit
