@@ -52,7 +52,7 @@ def backward_sizes(problem: Problem, tile: BackwardTile, slots: int, multiproces
 
 
 class BackwardPlan:
-    """The backward of one problem with given strides: three launches, and a fourth for the packed form's table."""
+    """The backward of one problem with given strides: three launches, and others for what it has beside q, k and v."""
 
     def __init__(self, problem: Problem, inputs: Inputs, out: torch.Tensor, dout: torch.Tensor, dlse: bool) -> None:
         self.loadable = loadable(inputs.q, inputs.k, inputs.v, dout)
