@@ -202,6 +202,9 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
                                                       m_begin < seqlen_q)
     AGAIN: tl.constexpr = SCALE_FIRST and not MODE.scale_first
     STAGES: tl.constexpr = 1 if AGAIN else TILE.stages
+    # a loop that may run zero times has the assembler wait after every product; in a branch it does not
+    GUARDED: tl.constexpr = TILE.boxes and not AGAIN and (
+        (MODE.lists and (MODE.scale_first or MODE.dropout)) or (MODE.bias and MODE.dropout and not MODE.band))
     INNER: tl.constexpr = "banded" if BANDED else "full"
     EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
@@ -209,21 +212,23 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
         num_outer += num_inner
         inner_last = inner_first
     elif TILE.overlap and TILE.boxes and not AGAIN and not MODE.lists:
-        acc, row_max, row_sum = overlapped_tiles(
-            acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-            batch, head, k_start, m_begin, origin, inner_first, full_first, full_last, inner_last, v_block, seqlen_q,
-            seqlen_k, INNER, SCALE_FIRST, MODE, TILE)
-    else:
-        for step in tl.range(0, num_inner, num_stages=STAGES):
-            if MODE.lists:
-                n_block = tl.load(list_ptr + step)
-            else:
-                n_block = inner_first + step
-            cut = (n_block < full_first) | (n_block >= full_last)
-            acc, row_max, row_sum = forward_tile(
+        if not GUARDED or num_inner > 0:
+            acc, row_max, row_sum = overlapped_tiles(
                 acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, k_start, m_begin, origin + n_block * TILE.block_n, v_block, cut, seqlen_q, seqlen_k, INNER,
-                SCALE_FIRST, MODE, TILE)
+                batch, head, k_start, m_begin, origin, inner_first, full_first, full_last, inner_last, v_block,
+                seqlen_q, seqlen_k, INNER, SCALE_FIRST, MODE, TILE)
+    else:
+        if not GUARDED or num_inner > 0:
+            for step in tl.range(0, num_inner, num_stages=STAGES):
+                if MODE.lists:
+                    n_block = tl.load(list_ptr + step)
+                else:
+                    n_block = inner_first + step
+                cut = (n_block < full_first) | (n_block >= full_last)
+                acc, row_max, row_sum = forward_tile(
+                    acc, row_max, row_sum, q, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
+                    slope, batch, head, k_start, m_begin, origin + n_block * TILE.block_n, v_block, cut, seqlen_q,
+                    seqlen_k, INNER, SCALE_FIRST, MODE, TILE)
     if EDGES or not BANDED:
         for step in tl.range(0, num_outer, num_stages=STAGES if MODE.lists or not TILE.boxes else 1):
             if MODE.lists:

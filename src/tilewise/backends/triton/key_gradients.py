@@ -38,8 +38,9 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     log_sum = 0.0
     BOXED: tl.constexpr = TILE.boxes and not EDGE
     # what is loaded before the first product takes registers through it, which then spill
-    LATE_LSE: tl.constexpr = BOXED and MODE.two_parts
-    LATE_DELTA: tl.constexpr = BOXED and TILE.held and not MODE.band
+    LATE_LSE: tl.constexpr = BOXED and (MODE.two_parts or (MODE.dropout and not MODE.lists))
+    COSTLY: tl.constexpr = MODE.bias != MODE.dropout and (MODE.dropout or MODE.lower) and not MODE.lists
+    LATE_DELTA: tl.constexpr = BOXED and ((TILE.held and not MODE.band) or COSTLY)
     if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         if not LATE_LSE:
             lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
@@ -64,7 +65,8 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     s, slack = scores(s, i, j, slope, extras, extra_strides, scalars, batch, head, seqlen_q, seqlen_k, True, MODE)
     if LATE_LSE:
         lse = lse_desc.load([stats.to(tl.int32) + m_begin])[None, :]
-        log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
+        if MODE.two_parts:
+            log_sum = log_sum_desc.load([stats.to(tl.int32) + m_begin])[None, :]
     p = at_most_one(probabilities(s, lse, log_sum, scalars, MODE))
     if KIND == "banded":
         if cut:

@@ -76,9 +76,11 @@ def query_tile(dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, d
     if GRADS.bias == "row":
         row_sum += tl.sum(ds, 1)
     if GRADS.bias == "tile":
-        plane = (batch.to(tl.int64) * sizes.nheads + head) * seqlen_q
-        addresses = dbias_ptr + (plane + i) * seqlen_k + j
-        tl.store(addresses, ds.to(dbias_ptr.dtype.element_ty), mask=(i < seqlen_q) & (j < seqlen_k) & (part == 0))
+        # of an aligned bias the last dimension is a multiple, said so as in load_pairs; 64 bits for the whole tile only
+        row = seqlen_k // MODE.bias_align * MODE.bias_align
+        first = ((batch.to(tl.int64) * sizes.nheads + head) * seqlen_q + m_begin) * row
+        addresses = dbias_ptr + first + (i - m_begin) * row + j
+        tl.store(addresses, ds.to(dbias_ptr.dtype.element_ty), mask=(i < seqlen_q) & (j < row) & (part == 0))
     if GRADS.alibi:
         slope_sum -= tl.sum(ds * P.alibi_distance(i, j, seqlen_q, seqlen_k), 1)
     if GRADS.q:
@@ -176,16 +178,19 @@ def query_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, log_sum_p
     EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
     if ONE and not EDGES and not MODE.unseen and (MODE.scale_first or MODE.dropout):
         num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
-    for step in tl.range(0, num_inner, num_stages=TILE.stages):
-        if MODE.lists:
-            n_block = tl.load(list_ptr + step)
-        else:
-            n_block = inner_first + step
-        cut = (n_block < full_first) | (n_block >= full_last) | huge
-        dq, row_sum, slope_sum = query_tile(
-            dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras, extra_strides,
-            sizes, scalars, slope, batch, head, k_start, m_begin, origin + n_block * TILE.block_n, part, cut, seqlen_q,
-            seqlen_k, INNER, MODE, TILE, GRADS)
+    # as in forward.attend
+    GUARDED: tl.constexpr = TILE.boxes and MODE.lists and (MODE.scale_first or MODE.dropout)
+    if not GUARDED or num_inner > 0:
+        for step in tl.range(0, num_inner, num_stages=TILE.stages):
+            if MODE.lists:
+                n_block = tl.load(list_ptr + step)
+            else:
+                n_block = inner_first + step
+            cut = (n_block < full_first) | (n_block >= full_last) | huge
+            dq, row_sum, slope_sum = query_tile(
+                dq, row_sum, slope_sum, q, dout, lse, log_sum, delta, pointers, descriptors, strides, extras,
+                extra_strides, sizes, scalars, slope, batch, head, k_start, m_begin, origin + n_block * TILE.block_n,
+                part, cut, seqlen_q, seqlen_k, INNER, MODE, TILE, GRADS)
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
     if EDGES or not ONE:
         for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):

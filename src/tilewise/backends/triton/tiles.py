@@ -56,16 +56,23 @@ Table = tuple[Row, ...]
 # multiprocessor, whose softmax and products then overlap by themselves; eight warps march in step at every barrier.
 # Times in ms are of 1 x 4096 with 16 heads of 128 channels, 32 of 64 or 8 of 256.
 _FORWARD_90: Table = (
+    Row(64, 64, 32, 4, 2, "three kinds of scores at once: no spills", joint=True, having=("crowded",)),
     Row(64, 64, 64, 4, 3, "1 x 4096 c 0.494 ms; 168 registers 0.533, lazy too 0.549; 64x32 and 168 registers 0.566",
         joint=True, keys=1000, having=("banded dropout",)),
     Row(64, 64, 64, 4, 3, "16 x 1024 c 0.538 ms, 1 x 4096 0.925; as the row before 0.562 and 0.967; lazy 1 x 4096"
         " 0.969", registers=168, joint=True, having=("dropout",)),
     Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
         registers=128, joint=True, lazy=True, having=("fp32 bias",)),
+    Row(64, 64, 64, 4, 3, "4k 0.316 ms with three segments, 0.545 with a bias and a mask for keys; 128 registers 0.338"
+        " and 0.604 with 10 and 14 spills a turn, not lazy 0.371; 64x32 and 128 registers 0.337 and 0.625",
+        registers=168, joint=True, lazy=True, having=("combined", "segments")),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %; quick steps"
         " 16k c 7 %, 1k 5 %", registers=128, joint=True, lazy=True, cube=True),
+    Row(128, 64, 32, 4, 2, "three kinds of scores at once: no spills", having=("crowded",)),
+    Row(128, 64, 32, 4, 3, "4k 0.658 ms; without overlap 0.672, 64x64 0.710, with overlap 0.969, all waited for 0.868",
+        overlap=True, joint=True, having=("biased dropout",)),
     Row(128, 64, 64, 4, 3, "1 x 4096 0.545 ms, c 0.280, 16 x 1024 c 0.338, 16 x 512 0.164; lazy too 0.612, 0.288,"
         " 0.343; 64x32 c 0.306, 0.361, 0.194; without overlap 16 x 512 0.159", overlap=True, joint=True,
         having=("dropout",)),
@@ -83,6 +90,9 @@ _FORWARD_90: Table = (
         registers=168, joint=True, lazy=True, cube=True, bare=True),
     Row(128, 64, 64, 4, 3, "for scores that cost registers: 1k c 376, window of 1024 435 with joint loads; without 361"
         "/428; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384", joint=True, lazy=True),
+    Row(256, 64, 16, 4, 2, "three kinds of scores at once: 64x32 spills", having=("crowded",)),
+    Row(256, 64, 32, 4, 2, "joint loads, lazy or three stages 4 to 8 spills a turn", having=("listed dropout",)),
+    Row(256, 64, 32, 4, 2, "three stages 2 to 4 spills a turn", lazy=True, having=("biased dropout",)),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
         "/618/640; cube 16k c 1 % faster, 1k the same; quick steps 16k c 4 %, 4k 3 to 8 %", overlap=True, joint=True,
@@ -95,13 +105,16 @@ _FORWARD_90: Table = (
     Row(10**9, 64, 64, 4, 2, "channel parts: the accumulator of one part stays in registers"),
 )
 _KEYS_90: Table = (
+    Row(64, 32, 64, 4, 2, "three kinds of scores at once: no spills", having=("crowded",)),
     Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
         having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
-    Row(128, 32, 64, 4, 2, "whole backward 4k c 0.898 ms; 64x64 0.868 with 29 spills a turn",
-        having=("banded dropout",)),
-    Row(128, 32, 64, 4, 3, "whole backward 4k 1.722 ms; two stages 1.786; 64x64 1.675 with 10 spills a turn, one stage"
-        " 2.088, 8 warps 2.520", having=("dropout",)),
+    Row(128, 16, 64, 4, 2, "three kinds of scores at once: 32x64 spills", having=("crowded",)),
+    Row(128, 32, 64, 4, 3, "two stages 5 spills a turn", having=("listed dropout",)),
+    Row(128, 16, 64, 4, 2, "32x64 3 to 8 spills a turn", having=("biased list",)),
+    Row(128, 32, 64, 4, 1, "two stages 5 spills a turn with slopes", having=("mixed list",)),
+    Row(128, 32, 64, 4, 2, "whole backward 4k 1.308 ms with a mask for keys, 0.854 with three segments; three stages"
+        " 1.394 and 0.884, 64x64 1.257 and 0.861 with a spill a turn", having=("combined", "mask")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -109,6 +122,11 @@ _KEYS_90: Table = (
 _NARROW_KEYS_90 = tuple(row for row in _KEYS_90 if row.dim <= PART)
 _KEYS_K_90: Table = (
     *_NARROW_KEYS_90,
+    Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
+    Row(256, 32, 128, 8, 1, "16x128 and two stages 1 to 12 spills a turn", joint=True,
+        having=("listed dropout", "biased dropout")),
+    Row(256, 16, 64, 4, 2, "one stage 3 spills a turn, 32x128 3 to 11", having=("biased list",)),
+    Row(256, 16, 128, 8, 1, "32x128 5 to 8 spills a turn with slopes", having=("combined",)),
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
         "/337; k in registers 1k 478, c 381, whole backward 1k c 236, 4k c 338, 16k 367, else 226/319/352",
@@ -117,20 +135,27 @@ _KEYS_K_90: Table = (
 )
 _KEYS_V_90: Table = (
     *_NARROW_KEYS_90,
+    Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
+    Row(256, 16, 128, 8, 2, "32x128 1 spill a turn with a bias or dropout", having=("mixed list",)),
+    Row(256, 32, 128, 8, 1, "two stages 20 spills a turn", having=("biased dropout",)),
     Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without"
-        " a band 1.765, 1.693 with 36, and 2.014", joint=True, having=("banded bias",)),
+        " a band 1.715, 1.614 with 36; with a mask for keys 2.028, 64x128 2.002 with 1, three stages 2.063",
+        joint=True, having=("half bias", "combined", "mask")),
     Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
         " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
 )
 _QUERIES_90: Table = (
+    Row(64, 64, 32, 4, 2, "three kinds of scores at once: no spills", having=("crowded",)),
     Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
+    Row(128, 64, 16, 4, 2, "three kinds of scores at once: 64x32 spills", having=("crowded",)),
     Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms, 4k 1.492, 1k 1.540; 64x32 0.981, 1.675 and 1.738",
         having=("half bias",)),
-    Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.281 ms, 4k 2.172; 64x64 1.571 with 10 spills a"
-        " turn, 2.492 with 8", having=("bias",)),
+    Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.267 ms, 4k 1.925; 64x64 1.337 and 2.100", having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
+    Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
+        having=("crowded", "mixed list", "sloped dropout")),
     Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
         " two blocks resident 314; joint loads: whole backward 1k 294, 16k 364, else 287/349", joint=True),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
@@ -229,8 +254,9 @@ def choose_stages(row: Row, kernel: str, problem: Problem) -> int:
     Beside those of over 128 channels a backward has room for two such stages, or for two and what dropout needs to
     change the layout of what it drops; for one where there is more than one of the three.
     """
-    more = (problem.bias_shape is not None) + (problem.mask_shape is not None) + (problem.dropout_p > 0)
-    if kernel == "forward" or not more or not is_wide(problem):
+    listed = problem.mask_shape is not None or problem.segments
+    more = (problem.bias_shape is not None) + listed + (problem.dropout_p > 0)
+    if kernel == "forward" or row.having or not more or not is_wide(problem):
         return row.stages
     return min(row.stages, 2 if more == 1 else 1)
 
@@ -250,16 +276,26 @@ def costly(problem: Problem) -> tuple[str, ...]:
     """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most."""
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
+    dropout = problem.dropout_p > 0
+    costs = sum((bias is not None, listed, dropout, problem.softcap > 0, problem.alibi))
     banded = problem.banded and not listed
-    half = bias is not None and bias.itemsize == 2 and not (listed or problem.dropout_p > 0 or problem.softcap > 0)
+    half = bias is not None and bias.itemsize == 2 and not (listed or dropout or problem.softcap > 0)
     found = {
-        "dropout": problem.dropout_p > 0,
-        "banded dropout": banded and problem.dropout_p > 0,
+        "dropout": dropout,
+        "banded dropout": banded and dropout,
+        "listed dropout": listed and dropout,
+        "biased dropout": bias is not None and dropout,
         "mask": listed,
+        "biased list": listed and bias is not None,
+        "mixed list": listed and costs > 1,
+        "segments": problem.segments,
         "bias": bias is not None,
+        "sloped dropout": problem.alibi and dropout,
         "fp32 bias": bias == torch.float32,
         "half bias": half,
         "banded bias": half and banded,
+        "combined": costs > 1,
+        "crowded": costs > 2,
     }
     return tuple(name for name, has in found.items() if has)
 
