@@ -164,7 +164,16 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
 
 FORWARD, KEYS, QUERIES = "forward_kernel", "key_gradients_kernel", "query_gradients_kernel"
 # moves to and from local memory in one turn of several hundred instructions, where no tile without was found
-COSTLY_SPILLS: dict[tuple[str, str, int, str], int] = {}
+COSTLY_SPILLS = {
+    ("dropout", "unseen", 256, FORWARD): 12, ("dropout", "unseen", 256, KEYS): 1,
+    ("bias", "unseen", 128, KEYS): 11, ("bias", "unseen", 256, FORWARD): 16, ("bias", "unseen", 256, KEYS): 4,
+    ("bias_fp32", "unseen", 128, KEYS): 7, ("bias_fp32", "unseen", 256, FORWARD): 6,
+    ("bias_fp32", "unseen", 256, QUERIES): 5,
+    ("dropout+segments", "plain", 128, KEYS): 1, ("dropout+segments", "plain", 128, QUERIES): 2,
+    ("dropout+segments", "plain", 256, FORWARD): 16, ("dropout+segments", "plain", 256, KEYS): 1,
+}  # fmt: skip
+# kernels whose products are waited for one by one
+SERIALISED = {("bias", "unseen", 64, FORWARD), ("bias", "unseen", 256, FORWARD), ("bias_fp32", "unseen", 128, FORWARD)}
 BANDS = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -194,7 +203,7 @@ COMBINED += [(scores, "window", headdim) for scores in ("dropout", "bias", "bias
 QUICK_SCORES = [
     ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
     ("bias", "causal", 64), ("alibi", "causal", 64), ("softcap", "causal", 64), ("bias", "window", 256),
-    ("dropout+bias", "plain", 64),
+    ("dropout+bias", "plain", 64), ("dropout", "unseen", 128), ("bias", "unseen", 64),
 ]  # fmt: skip
 
 
@@ -237,7 +246,8 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
 def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     every = [(scores, band, headdim) for scores in SCORES for band in ("plain", "causal") for headdim in (64, 128, 256)]
-    for case in (*every, *COMBINED):
+    unseen = [(scores, "unseen", headdim) for scores in ("dropout", "bias", "bias_fp32") for headdim in (64, 128, 256)]
+    for case in (*every, *unseen, *COMBINED):
         yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])
 
 
@@ -248,7 +258,7 @@ def test_the_main_loops_do_not_spill_where_scores_cost_registers(scores, band, h
         if MEASURED:
             case = (scores, band, headdim, kernel)
             assert loop.spills <= COSTLY_SPILLS.get(case, 0), f"{kernel}: {loop}"
-            assert not serialised(compiled), kernel
+            assert case in SERIALISED or not serialised(compiled), kernel
 
 
 @pytest.mark.parametrize("band", ["plain", "causal"])

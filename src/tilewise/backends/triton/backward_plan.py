@@ -62,7 +62,7 @@ def queries_last(problem: Problem, facts: DeviceFacts) -> bool:
     least = next((keys for dim, keys in FILLING.items() if max(problem.headdim, problem.headdim_v) <= dim), None)
     if least is None or problem.banded or tiles.keys_of_a_query(problem) < least:
         return False
-    block = tiles.choose_row("keys", problem, facts, 1).block_n
+    block = tiles.choose_row("keys", problem, facts, 1, False).block_n
     return blocks(problem.seqlen_k, block) * problem.nheads_k * problem.batch >= ROUNDS * facts.multiprocessors
 
 
@@ -123,7 +123,7 @@ class BackwardPlan:
         )
 
     def _shape(self, kernel: str) -> tiles.Shape:
-        shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align)
+        shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align, self.mode.unseen)
         return tiles.Shape(
             shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes),
             # a score less the largest of its row is exactly 0 only if every kernel rounds it alike

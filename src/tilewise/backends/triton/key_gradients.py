@@ -37,9 +37,11 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
                     row_begin, row_end, TILE.headdim, TILE.block_m, TILE.block_d, EDGE, MODE, TILE)
     log_sum = 0.0
     BOXED: tl.constexpr = TILE.boxes and not EDGE
-    # what is loaded before the first product takes registers through it, which then spill
-    LATE_LSE: tl.constexpr = BOXED and (MODE.two_parts or (MODE.dropout and not MODE.lists))
-    COSTLY: tl.constexpr = MODE.bias != MODE.dropout and (MODE.dropout or MODE.lower) and not MODE.lists
+    # what is loaded before the first product takes registers through it, which then spill; a delta that the end of the
+    # band cuts off is cut off together with p
+    WHOLE: tl.constexpr = not (TILE.clipped or MODE.lists)
+    LATE_LSE: tl.constexpr = BOXED and (MODE.two_parts or (MODE.dropout and WHOLE))
+    COSTLY: tl.constexpr = MODE.bias != MODE.dropout and (MODE.dropout or MODE.lower) and WHOLE
     LATE_DELTA: tl.constexpr = BOXED and ((TILE.held and not MODE.band) or COSTLY)
     if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
         if not LATE_LSE:

@@ -114,6 +114,8 @@ _KEYS_90: Table = (
     Row(128, 32, 64, 4, 1, "two stages 5 spills a turn with slopes", having=("mixed list",)),
     Row(128, 32, 64, 4, 2, "whole backward 4k 1.308 ms with a mask for keys, 0.854 with three segments; three stages"
         " 1.394 and 0.884, 64x64 1.257 and 0.861 with a spill a turn", having=("combined", "mask")),
+    Row(128, 32, 64, 4, 2, "where keys or queries may be left out; whole backward 4k c 0.898 ms, 64x64 0.868 with 29"
+        " spills a turn", having=("unseen dropout",)),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -272,8 +274,11 @@ def is_bare(problem: Problem) -> bool:
     return not (changed or problem.mask_shape is not None or problem.segments)
 
 
-def costly(problem: Problem) -> tuple[str, ...]:
-    """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most."""
+def costly(problem: Problem, unseen: bool) -> tuple[str, ...]:
+    """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most.
+
+    ``unseen`` as in Mode.
+    """
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
     dropout = problem.dropout_p > 0
@@ -283,6 +288,7 @@ def costly(problem: Problem) -> tuple[str, ...]:
     found = {
         "dropout": dropout,
         "banded dropout": banded and dropout,
+        "unseen dropout": unseen and banded and dropout,
         "listed dropout": listed and dropout,
         "biased dropout": bias is not None and dropout,
         "mask": listed,
@@ -300,12 +306,12 @@ def costly(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, has in found.items() if has)
 
 
-def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Row:
+def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
     keys = keys_of_a_query(problem)
     table = _table(kernel, problem.dtype.itemsize, facts, align)
-    bare, having = is_bare(problem), set(costly(problem))
+    bare, having = is_bare(problem), set(costly(problem, unseen))
     fitting = (row for row in table if dim <= row.dim and keys >= row.keys and bare >= row.bare)
     return next(row for row in fitting if not row.having or having & set(row.having))
 
@@ -321,9 +327,9 @@ def loses_queries(problem: Problem, block_d: int, block_n: int) -> bool:
     return block_d == block_n and problem.banded and (scored or listed or problem.softmax_scale < SMALLEST_SCALE)
 
 
-def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int) -> Shape:
-    """The tile and resources of one kernel for a problem on a device; ``align`` is the tensors' (Mode.align)."""
-    row = choose_row(kernel, problem, facts, align)
+def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool = False) -> Shape:
+    """The tile and resources of one kernel for a problem on a device; ``align`` and ``unseen`` as in Mode."""
+    row = choose_row(kernel, problem, facts, align, unseen)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
     block_dv = power_of_two(problem.headdim_v) if whole else PART
