@@ -9,6 +9,7 @@ import torch
 
 from tilewise.backends.hopper import BACKEND, tiles
 from tilewise.backends.hopper.backend import _empty_backward, _empty_forward
+from tilewise.backends.triton.backend import BACKEND as TRITON
 from tilewise.descale import BLOCK, FP8
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.choose import choose_among
@@ -32,6 +33,15 @@ SMALL: dict[str, Any] = {
 
 def problem(**changes: Any) -> Problem:
     return Problem(**(SMALL | changes))
+
+
+@pytest.mark.parametrize("headdim", [192, 256])
+def test_is_chosen_for_capped_scores_of_many_channels(headdim: int) -> None:
+    long = problem(
+        seqlen_q=8192, seqlen_k=8192, headdim=headdim, headdim_v=headdim, causal="bottom_right", softcap=30.0,
+        alibi=True, needs_grad=("q", "k", "v", "alibi_slopes"), derivative="backward",
+    )  # fmt: skip
+    assert BACKEND.cost(long, H200) < TRITON.cost(long, H200)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,11 @@ def rate(problem: Problem) -> float:
     """FLOP/s of a pass, for choosing among backends."""
     backward = problem.derivative == "backward"
     what = "fp8" if problem.dtype == FP8 else "backward" if backward else "forward"
-    measured = RATES[what, block_of(max(problem.headdim, problem.headdim_v))]
-    # the cap takes two more special functions and its derivative; not measured since its steps stopped spilling
-    return measured / 2 if backward and problem.softcap else measured
+    block = block_of(max(problem.headdim, problem.headdim_v))
+    # the cap takes two more special functions and its derivative; up to 128 channels not measured since its steps
+    # stopped spilling, beyond 3.75e14, and with the slopes' gradient 1.25 to 2.2 times triton's (docs/hopper.md)
+    capped = backward and problem.softcap and block <= 128
+    return RATES[what, block] / 2 if capped else RATES[what, block]
 
 
 def block_of(dim: int) -> int:
