@@ -311,7 +311,7 @@ LEADS, WAITS = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
     ],
 )
 def test_launches_that_begin_beside_the_one_before(headdim, options, expected):
-    """On sm_90 alone, with whole tiles by the copy engine or without; what begins early ends late."""
+    """On sm_90 alone; what begins early ends late."""
     for arch in ("sm_90", "sm_80"):
         q, k, v = (torch.zeros(1, 4096, 20, headdim, dtype=torch.bfloat16) for _ in range(3))
         found: dict[str, tuple[str, ...]] = {}

@@ -306,6 +306,11 @@ class BackwardTile(NamedTuple):
     readers: int = 2  # consumers that read a step's q and dout
 
     @property
+    def around(self) -> int:
+        """Threads around a slot of q or dout: those that read it, and the warp that fills it."""
+        return 128 * self.readers + 32
+
+    @property
     def parts(self) -> int:
         """Parts of dq in a step."""
         return self.block_m * self.block_d // 4096
@@ -351,17 +356,6 @@ class Steps(NamedTuple):
     full_last: Any
     masked: Any  # how many steps need the mask
     count: Any
-
-
-class Fetched(NamedTuple):
-    """Shared memory for what the backward's producer fetches."""
-
-    q: Slots
-    dout: Slots
-    k: Ring
-    v: Ring
-    lse: Any
-    delta: Any
 
 
 class Shared(NamedTuple):

@@ -94,7 +94,7 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
         await_ds(i - 1, INDEX)
         dq = start_dq(shared.ds.index((i + 1) % 2), k, INDEX, TILE)
         s = warpgroup_mma_wait(1, deps=(s,))
-        let_go(i + STAGES - 1, STAGES, Q_READ)
+        let_go(i + STAGES - 1, STAGES, Q_READ, TILE)
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
     chance, weight = probabilities(s, lse, keys, rows, leaders, slope_log2, work, scalars, MASKED, MODE)
@@ -113,7 +113,7 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
     tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))  # dk goes on
-    let_go(i, DOUT_STAGES, DOUT_READ)
+    let_go(i, DOUT_STAGES, DOUT_READ, TILE)
     return dk, dv, dslope
 
 
@@ -180,7 +180,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         mbarrier.arrive(shared.v.empty.index(0), count=1)
-        let_go(it + STAGES - 1, STAGES, Q_READ)
+        let_go(it + STAGES - 1, STAGES, Q_READ, TILE)
         hand_over_dq(dq, shared, it - 1, INDEX)
         meet()
         publish(matrix(dk_smem), (dk * scalars.softmax_scale).to(DTYPE))

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from tilewise.backends.hopper.arguments import Fetched, KeyBlocks, Shared, Slots, Span, Steps, Work
+from tilewise.backends.hopper.arguments import KeyBlocks, Shared, Slots, Span, Steps, Work
 from tilewise.backends.hopper.barriers import (
     CONSUMER_AND_WARP,
     DOUT_READ,
@@ -129,7 +129,7 @@ def load_with_row(tiles, rows_smem, it, STAGES: gl.constexpr, READ: gl.constexpr
                   TILE: gl.constexpr):
     """Fill the slot of a step, once it is empty, with a tile and the row statistics that go with it."""
     slot = it % STAGES
-    await_slot(it, STAGES, READ, 128 * TILE.readers + 32)
+    await_slot(it, STAGES, READ, TILE)
     mbarrier.expect(tiles.full.index(slot), desc.block_type.nbytes + rows_desc.block_type.nbytes)
     load_box(desc, coord, tiles.full.index(slot), tiles.slots.index(slot))
     load_box(rows_desc, [row], tiles.full.index(slot), rows_smem.index(slot))
@@ -214,30 +214,21 @@ def hand_over_dq(dq, shared, i, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def new_inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, TILE: gl.constexpr):
-    """Shared memory for what the producer fetches."""
+def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.constexpr, TILE: gl.constexpr):
+    """Shared memory of a backward kernel with DS buffers of ds; without any it makes no dq either."""
     STAGES: gl.constexpr = TILE.stages
     DOUT_STAGES: gl.constexpr = TILE.dout_stages
     ROWS: gl.constexpr = TILE.block_m
-    return Fetched(
-        Slots(gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
-              new_barriers(STAGES, 1)),
-        Slots(gl.allocate_shared_memory(dout_desc.dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout),
-              new_barriers(DOUT_STAGES, 1)),
-        new_ring(k_desc, 1, 2),
-        new_ring(v_desc, 1, 2),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout),
-    )
-
-
-@gluon.jit
-def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.constexpr, TILE: gl.constexpr):
-    """Shared memory of a backward kernel with DS buffers of ds."""
-    fetched = new_inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, TILE)
-    return Shared(
-        fetched.q, fetched.dout, fetched.k, fetched.v, fetched.lse, fetched.delta,
-        gl.allocate_shared_memory(q_desc.dtype, [DS, TILE.block_n, TILE.block_m], gl.NVMMASharedLayout(128, 16, 2)),
-        gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout),
-        new_barriers(2, 1),
-    )  # fmt: skip
+    q = Slots(gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+              new_barriers(STAGES, 1))  # fmt: skip
+    dout = Slots(gl.allocate_shared_memory(dout_desc.dtype, [DOUT_STAGES] + dout_desc.block_type.shape,
+                                           dout_desc.layout), new_barriers(DOUT_STAGES, 1))  # fmt: skip
+    k, v = new_ring(k_desc, 1, 2), new_ring(v_desc, 1, 2)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout)
+    if DS == 0:
+        return Shared(q, dout, k, v, lse, delta, 0, 0, 0)  # no function may return None
+    else:
+        ds = gl.allocate_shared_memory(q_desc.dtype, [DS, TILE.block_n, ROWS], gl.NVMMASharedLayout(128, 16, 2))
+        dq = gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout)
+        return Shared(q, dout, k, v, lse, delta, ds, dq, new_barriers(2, 1))

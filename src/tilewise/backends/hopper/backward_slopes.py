@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from tilewise.backends.hopper.backward_parts import locate_keys, new_inputs, producer, row_block, row_steps
+from tilewise.backends.hopper.backward_parts import locate_keys, new_shared, producer, row_block, row_steps
 from tilewise.backends.hopper.backward_scores import (
     add_slope_gradient,
     leaders_of,
@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward_scores import (
     start_over_channels,
     with_slope_gradient,
 )
-from tilewise.backends.hopper.barriers import CONSUMER_AND_WARP, DOUT_READ, Q_READ, let_go
+from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, let_go
 from tilewise.backends.hopper.primitives import LOG2E, begin_early, count_tiles, matrix, new_tickets, read_ticket
 
 ROWS = gl.constexpr(64)
@@ -53,9 +53,9 @@ def step(i, row0, key0, dslope, shared, slope_log2, leaders, work, scalars, MASK
     keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, layout=ROW), 0)
     p, _ = probabilities(s, lse, keys, rows, leaders, slope_log2, work, scalars, MASKED, MODE)
-    let_go(i, STAGES, Q_READ, CONSUMER_AND_WARP)
+    let_go(i, STAGES, Q_READ, TILE)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    let_go(i, DOUT_STAGES, DOUT_READ, CONSUMER_AND_WARP)
+    let_go(i, DOUT_STAGES, DOUT_READ, TILE)
     return with_slope_gradient(dslope, p * dp, row0, key0, work, MODE)
 
 
@@ -98,7 +98,7 @@ def consumer(shared, tickets, pointers, sizes, scalars, INDEX: gl.constexpr, MOD
 def slopes_kernel(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, pointers, sizes,
                   scalars, MODE: gl.constexpr, TILE: gl.constexpr, num_warps: gl.constexpr):
     """The slopes' gradient, from the arguments of ``backward_wide_kernel``; it writes nothing else."""
-    shared = new_inputs(q_desc, k_desc, v_desc, dout_desc, lse_desc, TILE)
+    shared = new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, 0, TILE)
     tickets = new_tickets(2)
     fence_async_shared()
     begin_early()

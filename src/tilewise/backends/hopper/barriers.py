@@ -19,7 +19,6 @@ DS_WRITTEN = gl.constexpr(12)  # two slots for each consumer, to the other
 
 CONSUMERS = gl.constexpr(256)  # threads
 CONSUMER_AND_WARP = gl.constexpr(128 + 32)
-CONSUMERS_AND_WARP = gl.constexpr(256 + 32)
 
 
 @gluon.jit
@@ -81,17 +80,17 @@ def meet():
 
 
 @gluon.jit
-def let_go(step, STAGES: gl.constexpr, READ: gl.constexpr, THREADS: gl.constexpr = CONSUMERS_AND_WARP):
+def let_go(step, STAGES: gl.constexpr, READ: gl.constexpr, TILE: gl.constexpr):
     """Consumer: the slot of this step has been read."""
-    tell(READ + step % STAGES, THREADS)
+    tell(READ + step % STAGES, TILE.around)
 
 
 @gluon.jit
-def await_slot(step, STAGES: gl.constexpr, READ: gl.constexpr, THREADS: gl.constexpr):
-    """Producer: the slot that this step takes is empty. THREADS: of those who read it, and of the producer."""
+def await_slot(step, STAGES: gl.constexpr, READ: gl.constexpr, TILE: gl.constexpr):
+    """Producer: the slot that this step takes is empty."""
     gl.static_assert(STAGES <= 2)
     if step >= STAGES:
-        await_all(READ + step % STAGES, THREADS)
+        await_all(READ + step % STAGES, TILE.around)
 
 
 @gluon.jit

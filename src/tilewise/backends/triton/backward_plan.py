@@ -48,7 +48,7 @@ def bias_kind(problem: Problem) -> str:
     return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
 
 
-ROUNDS = 8  # programs of dk and dv for each multiprocessor from which dq comes last, two resident
+KEYS_EACH = 256  # of all heads, for each multiprocessor, from which dq comes last: two rounds of two blocks of 64 keys
 FILLING = {64: 4000, tiles.PART: 1000}  # by channels: and the keys of a query
 
 
@@ -62,8 +62,7 @@ def queries_last(problem: Problem, facts: DeviceFacts) -> bool:
     least = next((keys for dim, keys in FILLING.items() if max(problem.headdim, problem.headdim_v) <= dim), None)
     if least is None or problem.banded or tiles.keys_of_a_query(problem) < least:
         return False
-    block = tiles.choose_row("keys", problem, facts, 1, False).block_n
-    return blocks(problem.seqlen_k, block) * problem.nheads_k * problem.batch >= ROUNDS * facts.multiprocessors
+    return problem.seqlen_k * problem.nheads_k * problem.batch >= KEYS_EACH * facts.multiprocessors
 
 
 class KeyLaunch(NamedTuple):

@@ -299,7 +299,6 @@ def costly(problem: Problem, unseen: bool) -> tuple[str, ...]:
         "sloped dropout": problem.alibi and dropout,
         "fp32 bias": bias == torch.float32,
         "half bias": half,
-        "banded bias": half and banded,
         "combined": costs > 1,
         "crowded": costs > 2,
     }
