@@ -9,7 +9,7 @@ import torch
 
 from tilewise.backends.hopper.combine import combine_kernel
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
-from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
+from tilewise.backends.hopper.schedule import schedule_kernel
 from tilewise.backends.hopper.segments import leaders_kernel, meetings_kernel
 from tilewise.states import merge_states
 
@@ -22,7 +22,8 @@ def table() -> None:
     """Every block of every sequence once, longer sequences first."""
     for last_first in (True, False):
         found = torch.full((42,), -7, dtype=torch.int32)
-        table_kernel[(BATCH,)](OFFSETS, found, BATCH, 128, last_first, 4)
+        tail = (BATCH, 0, 0, 0, 0, 128, last_first, 4, 32, 128, False)
+        schedule_kernel[(BATCH,)](OFFSETS, found, None, None, None, *tail)
         step = -1 if last_first else 1
         order = sorted(range(BATCH), key=lambda b: -LENGTHS[b])
         expected = [[b, block] for b in order for block in list(range(-(-LENGTHS[b] // 128)))[::step]]
@@ -35,15 +36,16 @@ def clear() -> None:
     end = int(OFFSETS[-1])
     total = end + 70
     out, lse = torch.full((total, 3, 72), torch.nan).half(), torch.full((3, total), torch.nan)
-    clear_kernel[(-(-total // 32),)](out, lse, OFFSETS, BATCH, total, 3, 3 * 72, 32, 128)
-    assert out[:end].isnan().all()
+    dk, dv = torch.full((total, 2, 200), torch.nan).half(), torch.full((total, 1, 7), torch.nan)
+    found = torch.empty(42, dtype=torch.int32)
+    for first, second, rows in ((None, out, lse), (dk, dv, None)):
+        tail = (BATCH, total, 3, 2 * 200, second[0].numel(), 128, True, 4, 32, 128, False)
+        schedule_kernel[(BATCH - (-total // 32),)](OFFSETS, found, first, second, rows, *tail)
+    for cleared in (out, dk, dv):
+        assert cleared[:end].isnan().all()
+        assert (cleared[end:] == 0).all()
     assert lse[:, :end].isnan().all()
-    assert (out[end:] == 0).all()
     assert (lse[:, end:] == -torch.inf).all()
-    out = torch.full_like(out, torch.nan)
-    clear_kernel[(-(-total // 32),)](out, None, OFFSETS, BATCH, total, 0, 3 * 72, 32, 128)
-    assert out[:end].isnan().all()
-    assert (out[end:] == 0).all()
 
 
 def combine() -> None:
@@ -86,7 +88,7 @@ def around(headdim: int, block_m: int, packed: bool) -> None:
     acc = torch.full((padded * headdim,), torch.nan)
     tensors = (out, dout, lse, dlse, found_lse, found_delta, acc, offsets)
     strides = (stride, stride, lse_stride)
-    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4, False)
+    before_kernel[(padded // 16,)](*tensors, *strides, *sizes, headdim, block_m, headdim, 16, 4, False, False)
     assert (acc == 0).all()
     assert not found_lse.isnan().any()
     assert not found_delta.isnan().any()

@@ -142,12 +142,12 @@ def test_packed_form(calls: list[Any]) -> None:
     problem, inputs = call(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets, alibi_slopes=torch.ones(4))
     backend = Hopper()
     out, lse = backend.forward(problem, inputs)
-    assert [name for name, _, _ in calls] == ["table_kernel", "clear_kernel", "forward_kernel"]
+    assert [name for name, _, _ in calls] == ["schedule_kernel", "forward_kernel"]
     assert calls[-1][2][0].shape == (0x7FFF0000, 0x7FFF0000, 4, 1 << 30, 256)
     assert lse.shape == (4, 300)
     backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
-    names = [name for name, _, _ in calls[3:] if name != "clear_kernel"]
-    assert names == ["table_kernel", "before_kernel", "backward_wide_kernel", "after_kernel"]
+    names = [name for name, _, _ in calls[2:]]
+    assert names == ["schedule_kernel", "before_kernel", "backward_wide_kernel", "after_kernel"]
     sizes = calls[-2][2][10]
     assert sizes.row_blocks == 300 // 64 + 2
 
@@ -157,23 +157,22 @@ def test_packed_key_gradients_are_cleared_only_where_no_tile_writes(calls: list[
     offsets, others = torch.tensor([0, 100, 290], dtype=torch.int32), torch.tensor([0, 90, 290], dtype=torch.int32)
     backend = Hopper()
 
-    def names(**options: Any) -> list[str]:
-        problem, inputs = call(q, q, q, **options)
-        out, lse = backend.forward(problem, inputs)
-        calls.clear()
-        grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
-        cleared = [arguments[0] for name, _, arguments in calls if name == "clear_kernel"]
-        assert cleared in ([], [grads["k"].data_ptr(), grads["v"].data_ptr()])
-        if not cleared:
-            assert not grads["k"].any()
-            assert not grads["v"].any()
-        return [name for name, _, _ in calls]
-
-    three = ["before_kernel", "backward_kernel", "after_kernel"]
-    clear = ["clear_kernel", "clear_kernel"]
     for causal in ("none", "bottom_right", "top_left"):
-        assert names(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=causal) == ["table_kernel", *clear, *three]
-        assert names(cu_seqlens_q=offsets, cu_seqlens_k=others, causal=causal) == ["table_kernel", *three]
+        for other in (offsets, others):
+            problem, inputs = call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=other, causal=causal)
+            out, lse = backend.forward(problem, inputs)
+            calls.clear()
+            grads = backend.backward(problem.replace(derivative="backward"), inputs, out, lse, out, None)
+            names = [name for name, _, _ in calls]
+            assert names == ["schedule_kernel", "before_kernel", "backward_kernel", "after_kernel"]
+            (_, programs, arguments), *_ = calls
+            assert arguments[2:5] == (grads["k"].data_ptr(), grads["v"].data_ptr(), None)
+            if other is offsets:
+                assert programs == 2 + 10  # a sequence each, and 32 of 300 tokens
+            else:
+                assert programs == 2
+                assert not grads["k"].any()
+                assert not grads["v"].any()
 
 
 def test_segments_are_looked_at_before_each_pass(calls: list[tuple[str, int, tuple[Any, ...]]]) -> None:

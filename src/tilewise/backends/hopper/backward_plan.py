@@ -15,7 +15,7 @@ from tilewise.backends.hopper.launch import Launch, current_stream, multiprocess
 from tilewise.backends.hopper.maps import Box, Map, dense_map, packed_map
 from tilewise.backends.hopper.plans import (
     CHUNK,
-    Table,
+    Schedule,
     address_of,
     contiguous_or_none,
     loadable,
@@ -26,7 +26,6 @@ from tilewise.backends.hopper.plans import (
 )
 from tilewise.backends.hopper.plans_segments import NO_SEGMENTS, Segments
 from tilewise.backends.hopper.preprocess import after_kernel, before_kernel, sink_kernel
-from tilewise.backends.hopper.schedule import clear_kernel
 from tilewise.dispatch.backend import Gradients
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
@@ -60,10 +59,10 @@ class BackwardPlan:
             return
         self.problem, varlen = problem, problem.varlen
         self.tile = tile = tiles.backward_tile(problem)
-        self.table = Table(problem, problem.total_k, problem.seqlen_k, tile.block_n, False) if varlen else None
+        self.schedule = Schedule(problem, problem.dtype, tile.block_n, backward=True) if varlen else None
         self.segments = Segments(problem, inputs, tile.block_m, tile.block_n, True) if problem.segments else None
         count = multiprocessors(inputs.q.get_device())
-        self.sizes = backward_sizes(problem, tile, self.table.slots if self.table else 0, count)
+        self.sizes = backward_sizes(problem, tile, self.schedule.slots if self.schedule else 0, count)
         heads = problem.nheads if varlen else problem.batch * problem.nheads
         self.rows = heads * self.sizes.row_blocks * tile.block_m  # padded rows of the statistics and the fp32 dq
         self.seen = slice(None)
@@ -124,31 +123,17 @@ class BackwardPlan:
         self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v)
         self.after_tail = (of_dq, *common, shape[0], problem.headdim, self.scalars.softmax_scale)
         before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
-        self.before = Launch(before_kernel, self.rows // 16, (*before, tile.block_m, tile.block_d, 16, SEARCH, True))
+        sizes: tuple[int | bool, ...] = (tile.block_m, tile.block_d, 16, SEARCH)
+        self.before = Launch(before_kernel, self.rows // 16, (*before, *sizes, True, varlen), early=varlen)
         self.sink = None
         if "sink" in problem.needs_grad:
             self.sink_tail = (of_lse, *common)
             sink = (fp32, fp32, fp32, fp32, cu, *self.sink_tail)
             self.sink = Launch(sink_kernel, problem.batch * problem.nheads, (*sink, tile.block_m, CHUNK))
-        if varlen:
-            clear = (same, None, cu, problem.batch, problem.total_k, 0, 0, 32, 128)
-            self.clear = Launch(clear_kernel, -(-problem.total_k // 32), clear)
         after = (fp32, same, cu, *self.after_tail)
         sizes = (tile.block_m, tile.block_d, SEARCH, True)
         self.after = Launch(after_kernel, self.rows // 64, (*after, *sizes), early=True)
 
-    def _key_gradients(
-        self, stream: int, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, same_lengths: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk and dv, with zeros where no tile writes: unseen keys, and tokens beyond the last offset."""
-        if not (self.all_seen or (same_lengths and self.all_seen_if_same_lengths)):
-            return k.new_zeros(k.shape), v.new_zeros(v.shape)
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        if offsets is not None:
-            for grad in (dk, dv):
-                sizes = (self.problem.batch, self.problem.total_k, 0, grad[0].numel())
-                self.clear(stream, grad.data_ptr(), None, offsets.data_ptr(), *sizes)
-        return dk, dv
 
     def run(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -162,21 +147,21 @@ class BackwardPlan:
         lse_at = acc + self.rows * self.tile.block_d * 4
         delta_at = lse_at + self.rows * 4
         dq = q.new_empty(q.shape)
-        packed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self.table is not None:
-            cu_q, cu_k = offsets_of(inputs)
-            packed = (cu_q, cu_k, self.table.make(stream, cu_k))
-        dk, dv = self._key_gradients(stream, k, v, packed[1], packed[0] is packed[1])
-        cu = address_of(packed[0])
+        cu_q, cu_k = offsets_of(inputs) if self.problem.varlen else (None, None)
+        all_seen = self.all_seen or (cu_q is cu_k and self.all_seen_if_same_lengths)
+        dk, dv = (t.new_empty(t.shape) if all_seen else t.new_zeros(t.shape) for t in (k, v))
         read = (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse))
         slopes = contiguous_or_none(inputs.alibi_slopes)
         segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
         grads = {"q": dq, "k": dk, "v": dv}
         if slopes is not None and "alibi_slopes" in self.problem.needs_grad:
             grads["alibi_slopes"] = torch.zeros_like(slopes)
-        others = (*packed, *segments, grads.get("alibi_slopes"))
-        pointers = (ticket(stream, index), address_of(slopes), *map(address_of, others))
+        counter, cu, table = ticket(stream, index), address_of(cu_q), None
         # nothing comes between the launches that begin early and those before them
+        if self.schedule is not None and cu_k is not None:
+            table = self.schedule.make(stream, cu_k, all_seen, dk.data_ptr(), dv.data_ptr(), None)
+        others = (cu_q, cu_k, table, *segments, grads.get("alibi_slopes"))
+        pointers = (counter, address_of(slopes), *map(address_of, others))
         self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)
         keys = [t.data_ptr() + self.first_key * t.stride(1) * t.element_size() for t in (k, v, dk, dv)]
         addresses = (q.data_ptr(), *keys[:2], dout.data_ptr(), lse_at, delta_at, *keys[2:], acc)

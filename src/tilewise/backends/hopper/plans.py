@@ -17,12 +17,13 @@ from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
 from tilewise.backends.hopper.maps import dense_map, packed_map
 from tilewise.backends.hopper.plans_segments import NO_SEGMENTS, Segments
-from tilewise.backends.hopper.schedule import clear_kernel, table_kernel
+from tilewise.backends.hopper.schedule import schedule_kernel
 from tilewise.dispatch.backend import State
 from tilewise.inputs import Inputs
 from tilewise.problem import Problem
 
 MERGED_ROWS = 4  # rows that one program merges
+CLEARED_ROWS = 32  # tokens that one program clears
 CHUNK = 1024  # sequences that one step of a scan over offsets takes
 NO_EXTRAS: tuple[int | None, ...] = (None,) * 9  # of ``Pointers``: slopes, sink, the packed form's and segments'
 
@@ -66,19 +67,32 @@ def packed_bounds(problem: Problem) -> tuple[int, int]:
     return -left, min(right, 0) if problem.causal == "bottom_right" else right
 
 
-class Table:
-    """The device-made tile table of the packed form."""
+class Schedule:
+    """The launch before a packed pass: the tile table of its queries or keys, and zeros beyond the last of them."""
 
-    def __init__(self, problem: Problem, total: int, longest: int, block: int, last_first: bool) -> None:
-        self.batch = problem.batch
+    def __init__(self, problem: Problem, dtype: torch.dtype, block: int, backward: bool) -> None:
+        """Blocks of queries, the last of a sequence first; in the ``backward`` of keys, the first first."""
+        total, longest = (problem.total_k, problem.seqlen_k) if backward else (problem.total_q, problem.seqlen_q)
         self.slots = max(1, min(total // block + problem.batch, problem.batch * -(-longest // block)))
-        like = stand_in(torch.int32)
-        self.launch = Launch(table_kernel, problem.batch, (like, like, problem.batch, block, last_first, CHUNK))
+        nheads = problem.nheads_k if backward else problem.nheads
+        widths = (nheads * problem.headdim if backward else 0, nheads * problem.headdim_v)
+        self.tail = (problem.batch, total, nheads, *widths)
+        like, written = stand_in(torch.int32), (stand_in(dtype, backward), stand_in(dtype))
+        pointers = (like, like, *written, stand_in(torch.float32, not backward))
+        arguments = (*pointers, *self.tail, block, not backward, CHUNK, CLEARED_ROWS, 128, backward)
+        self.listing = Launch(schedule_kernel, problem.batch, arguments)
+        self.clearing = Launch(schedule_kernel, problem.batch - (-total // CLEARED_ROWS), arguments)
 
-    def make(self, stream: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """Fill a new table on ``stream``."""
+    def make(
+        self, stream: int, cu_seqlens: torch.Tensor, clears: bool, first: int | None, second: int, lse: int | None
+    ) -> torch.Tensor:
+        """Fill a new table on ``stream``, and if it ``clears``, zeros and empty rows beyond the last offset.
+
+        Addresses of what is written: none, out and lse, in the backward dk, dv and none.
+        """
         table = torch.empty(2 + 2 * self.slots, dtype=torch.int32, device=cu_seqlens.device)
-        self.launch(stream, cu_seqlens.data_ptr(), table.data_ptr(), self.batch)
+        launch = self.clearing if clears else self.listing
+        launch(stream, cu_seqlens.data_ptr(), table.data_ptr(), first, second, lse, *self.tail)
         return table
 
 
@@ -154,15 +168,12 @@ class ForwardPlan:
             make(v, tile.block_n, tile.box_dv),
             make(meta_tensor(self.out_shape, problem.dtype), 64, tile.box_dv // tile.out_parts),
         )
-        self.table = None
+        self.schedule = None
         self.extras = varlen or problem.alibi or problem.sink or problem.segments
         self.segments = Segments(problem, inputs, tile.block_m, tile.block_n, False) if problem.segments else None
         if varlen:
-            self.table = Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
-            self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
-            likes = (stand_in(problem.dtype), stand_in(torch.float32), stand_in(torch.int32))
-            self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
-        self.sizes = forward_sizes(problem, tile, self.table.slots if self.table else 0, splits)
+            self.schedule = Schedule(problem, problem.dtype, tile.block_m, backward=False)
+        self.sizes = forward_sizes(problem, tile, self.schedule.slots if self.schedule else 0, splits)
         pointers = Pointers(
             stand_in(torch.int32),
             stand_in(torch.float32),
@@ -178,10 +189,9 @@ class ForwardPlan:
     def _extras(self, stream: int, inputs: Inputs, out: torch.Tensor, lse_at: int) -> tuple[torch.Tensor | None, ...]:
         """What a call may have beside q, k and v, in the order of ``Pointers``, with the packed form's table made."""
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self.table is not None:
+        if self.schedule is not None:
             cu_q, cu_k = offsets_of(inputs)
-            packed = (cu_q, cu_k, self.table.make(stream, cu_q))
-            self.clear(stream, out.data_ptr(), lse_at, cu_q.data_ptr(), *self.clear_tail)
+            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, True, None, out.data_ptr(), lse_at))
         segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
         return contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink), *packed, *segments
 

@@ -10,7 +10,6 @@ from tilewise.backends.hopper.forward_fp8 import forward_fp8_kernel
 from tilewise.backends.hopper.forward_fp8_turned import forward_fp8_turned_kernel
 from tilewise.backends.hopper.launch import Launch, current_stream, multiprocessors, ticket
 from tilewise.backends.hopper.maps import dense_map, packed_map
-from tilewise.backends.hopper.schedule import clear_kernel
 from tilewise.backends.hopper.turn_ahead import CHANNELS, turn_kernel
 from tilewise.descale import BLOCK
 from tilewise.dispatch.backend import State
@@ -80,14 +79,11 @@ class Fp8ForwardPlan:
             make(k, tile.block_n, tile.block_d),
             self.turned.map if self.turned else make(v, tile.block_n, tile.block_dv),
         )
-        self.table = None
+        self.schedule = None
         like, fp32, int32 = plans.stand_in(OUT), plans.stand_in(torch.float32), plans.stand_in(torch.int32)
         if varlen:
-            self.table = plans.Table(problem, problem.total_q, problem.seqlen_q, tile.block_m, True)
-            self.clear_tail = (problem.batch, problem.total_q, problem.nheads, problem.nheads * problem.headdim_v)
-            likes = (like, fp32, int32)
-            self.clear = Launch(clear_kernel, -(-problem.total_q // 32), (*likes, *self.clear_tail, 32, 128))
-        self.sizes = plans.forward_sizes(problem, tile, self.table.slots if self.table else 0)
+            self.schedule = plans.Schedule(problem, OUT, tile.block_m, backward=False)
+        self.sizes = plans.forward_sizes(problem, tile, self.schedule.slots if self.schedule else 0)
         scaled = (None if t is None else Descale(fp32, 0, 0) for t in _descales_of(inputs))
         extras = (fp32 if problem.alibi else None, fp32 if problem.sink else None)
         packed = (int32 if varlen else None for _ in range(3))
@@ -104,10 +100,9 @@ class Fp8ForwardPlan:
         out = q.new_empty(self.out_shape, dtype=OUT)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self.table is not None:
+        if self.schedule is not None:
             cu_q, cu_k = plans.offsets_of(inputs)
-            packed = (cu_q, cu_k, self.table.make(stream, cu_q))
-            self.clear(stream, out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(), *self.clear_tail)
+            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, True, None, out.data_ptr(), lse.data_ptr()))
         slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
         skip_k, skip_v = self.skip
         scaled = map(_descale, _descales_of(inputs), (0, self.first_block, self.first_block))

@@ -60,8 +60,10 @@ def head_address(ptr, stride, batch, head, token):
 def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_ptr, dq_ptr, cu_seqlens_ptr, out_stride,
                   dout_stride, lse_stride, batch, nheads, seqlen, head_blocks, headdim_v,
                   BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-                  EARLY: tl.constexpr):
-    """lse in units of log2, -delta = dlse - rowsum(out * dout), and zeros for dq. EARLY: the next launch is.
+                  EARLY: tl.constexpr, STARTED_EARLY: tl.constexpr):
+    """lse in units of log2, -delta = dlse - rowsum(out * dout), and zeros for dq.
+
+    EARLY: the next launch is. STARTED_EARLY: this one is, which reads nothing of the one before, but must end after it.
 
     Strides of out and dout are (batch, row, head) and of lse (batch, head), in elements. Rows past the sequence, and
     those that see no key, get the lse inf, with which every p is 0: a negative slope makes scores far away so large
@@ -90,6 +92,8 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
         minus_delta += tl.load(dlse_ptr + lse_at, mask=inside, other=0.0)
     tl.store(lse_out_ptr + padded, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
     tl.store(delta_out_ptr + padded, minus_delta)
+    if STARTED_EARLY:
+        gdc_wait()
 
 
 @triton.jit

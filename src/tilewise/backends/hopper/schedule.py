@@ -1,18 +1,45 @@
-"""The packed form's tile table, made on the device so that no length is read by the host, and what no tile writes."""
+"""Before a packed call: its tile table, made on the device so that no length is read by the host, and zeros where no
+tile writes.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
-def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr):
-    """One program for each sequence: its blocks of BLOCK rows behind those of longer sequences.
+def schedule_kernel(cu_seqlens_ptr, table_ptr, first_ptr, second_ptr, lse_ptr, batch, total, nheads, first_width,
+                    second_width, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+                    ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    """One program for each sequence, and behind them one for every ROWS of the ``total`` tokens.
 
-    table: [number of slots, 0, sequence and block of slot 0, of slot 1, ...], int32.
+    table: [number of slots, 0, sequence and block of slot 0, of slot 1, ...], int32. Tokens beyond the last offset get
+    zeros in first (total, first_width) and second, and -inf in lse (nheads, total); None is left out. EARLY: the next
+    launch is.
     """
-    sequence = tl.program_id(0)
+    if EARLY:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < batch:
+        list_tiles(program, cu_seqlens_ptr, table_ptr, batch, BLOCK, LAST_FIRST, CHUNK)
+    else:
+        end = tl.load(cu_seqlens_ptr + batch)
+        row = (program - batch) * ROWS
+        if row + ROWS > end:
+            if first_ptr is not None:
+                clear_rows(first_ptr, row, end, total, first_width, ROWS, COLS)
+            if second_ptr is not None:
+                clear_rows(second_ptr, row, end, total, second_width, ROWS, COLS)
+            if lse_ptr is not None:
+                empty_rows(lse_ptr, row, end, total, nheads, ROWS)
+
+
+@triton.jit
+def list_tiles(sequence, cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
+               CHUNK: tl.constexpr):
+    """A sequence's blocks of BLOCK rows, behind those of longer sequences."""
     length = tl.load(cu_seqlens_ptr + sequence + 1) - tl.load(cu_seqlens_ptr + sequence)
     first = 0
     total = 0
@@ -35,23 +62,22 @@ def table_kernel(cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, LAST_FIR
 
 
 @triton.jit
-def clear_kernel(out_ptr, lse_ptr, cu_seqlens_ptr, batch, total, nheads, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out (total, width) 0 and lse (nheads, total) -inf for tokens beyond the last offset; programs before it stop.
+def clear_rows(ptr, row, end, total, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Zeros in those of ROWS rows that are not before ``end``."""
+    rows = row + tl.arange(0, ROWS)
+    beyond = (rows >= end) & (rows < total)
+    for begin in range(0, width, COLS):
+        cols = begin + tl.arange(0, COLS)
+        at = ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
+        zeros = tl.zeros([ROWS, COLS], ptr.dtype.element_ty)
+        tl.store(at, zeros, mask=beyond[:, None] & (cols < width)[None, :])
 
-    Without lse only out is written.
-    """
-    end = tl.load(cu_seqlens_ptr + batch)
-    first = tl.program_id(0) * ROWS
-    if first + ROWS > end:
-        rows = first + tl.arange(0, ROWS)
-        beyond = (rows >= end) & (rows < total)
-        for begin in range(0, width, COLS):
-            cols = begin + tl.arange(0, COLS)
-            at = out_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
-            zeros = tl.zeros([ROWS, COLS], out_ptr.dtype.element_ty)
-            tl.store(at, zeros, mask=beyond[:, None] & (cols < width)[None, :])
-        if lse_ptr is not None:
-            at_head = lse_ptr + rows
-            for _ in range(0, nheads):
-                tl.store(at_head, tl.full([ROWS], float("-inf"), tl.float32), mask=beyond)
-                at_head += total
+
+@triton.jit
+def empty_rows(lse_ptr, row, end, total, nheads, ROWS: tl.constexpr):
+    """The lse of no keys, likewise, for every head."""
+    rows = row + tl.arange(0, ROWS)
+    at = lse_ptr + rows
+    for _ in range(0, nheads):
+        tl.store(at, tl.full([ROWS], float("-inf"), tl.float32), mask=(rows >= end) & (rows < total))
+        at += total
