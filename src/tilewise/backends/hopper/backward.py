@@ -65,9 +65,9 @@ def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
+def step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
          FIRST: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
-    """One block of query rows against this warpgroup's 64 keys; the first of a tile has no dq to finish."""
+    """One block of query rows against this warpgroup's 64 keys; the first of the ``n``-th tile has no dq to finish."""
     DTYPE: gl.constexpr = shared.ds.dtype
     STAGES: gl.constexpr = TILE.stages
     DOUT_STAGES: gl.constexpr = TILE.dout_stages
@@ -101,7 +101,9 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
     p = gl.convert_layout(chance.to(DTYPE), P_LAYOUT, assert_trivial=True)
 
     mbarrier.wait(shared.dout.full.index(dout_slot), (i // DOUT_STAGES) & 1)
-    if not FIRST:
+    if FIRST:
+        mbarrier.wait(shared.v.full.index(0), n & 1)
+    else:
         dq = warpgroup_mma_wait(0, deps=(dq,))
         hand_over_dq(dq, shared, i - 1, INDEX)
     minus_delta = gl.expand_dims(shared.delta.index(dout_slot).load(ROW), 0).broadcast_to([64, ROWS])
@@ -109,6 +111,9 @@ def step(i, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scala
     dv = warpgroup_mma(p, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     dslope = with_slope_gradient(dslope, chance * dp, row0, key0, work, MODE)
+    if FIRST:  # dk and dv of the tile before have left the memory of ds and dq
+        tma.store_wait(0)
+        meet()
     publish(ds_mine, (weight * dp).to(DTYPE))
     tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
@@ -140,21 +145,19 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
-        tma.store_wait(0)  # of the tile before, while this one is being located
-        meet()
         slope_log2 = 0.0
         dk = warpgroup_mma_init(gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT))
         dv = gl.zeros([64, BLOCK_D], gl.float32, layout=D_LAYOUT)
         mbarrier.wait(shared.k.full.index(0), n & 1)
-        mbarrier.wait(shared.v.full.index(0), n & 1)
         if MODE.alibi:
             head = work.batch * sizes.nheads + work.head * sizes.group
             slope_log2 = gl.load(pointers.alibi_slopes + head) * LOG2E
         leaders = leaders_of(work, key0, pointers, sizes, S_LAYOUT, MODE)
         if MODE.segments:
+            mbarrier.wait(shared.v.full.index(0), n & 1)
             only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
         dslope = no_slope_gradient(S_LAYOUT, MODE)
-        dk, dv, dslope = step(it, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2, leaders,
+        dk, dv, dslope = step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2, leaders,
                               work, scalars, INDEX, True, True, MODE, TILE)
         it += 1
         for g in range(0, sizes.group):
@@ -162,24 +165,24 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
                 slope_log2 = gl.load(pointers.alibi_slopes + head + g) * LOG2E
             done = gl.where(g == 0, 1, 0)
             for t in range(done, steps.masked):
-                dk, dv, dslope = step(it, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
+                dk, dv, dslope = step(it, n, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
                                       leaders, work, scalars, INDEX, False, True, MODE, TILE)
                 it += 1
             for t in range(gl.maximum(done, steps.masked), steps.count):
                 row0 = 0  # only ALiBi asks where an unmasked block lies
                 if MODE.alibi:
                     row0 = row_block(steps, t, MODE) * ROWS
-                dk, dv, dslope = step(it, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX,
-                                      False, False, MODE, TILE)
+                dk, dv, dslope = step(it, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars,
+                                      INDEX, False, False, MODE, TILE)
                 it += 1
             if MODE.slopes:
                 add_slope_gradient(dslope, head + g, pointers)
                 dslope = no_slope_gradient(S_LAYOUT, MODE)
+        mbarrier.arrive(shared.v.empty.index(0), count=1)
         await_ds(it - 1, INDEX)
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
-        mbarrier.arrive(shared.v.empty.index(0), count=1)
         let_go(it + STAGES - 1, STAGES, Q_READ, TILE)
         hand_over_dq(dq, shared, it - 1, INDEX)
         meet()

@@ -157,12 +157,11 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 row = statistics_block(work, sizes, g, block, MODE, TILE) * ROWS
                 coord = rows_at(work.q, head, block * ROWS, MODE)
                 load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row, TILE)
-                if g + t == 0:
-                    load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
                 load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row,
                               TILE)
-                if g + t == 0:
+                if g + t == 0:  # the tile before has read v earlier than k
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
+                    load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1
         tile = draw_ticket(tickets, pointers.ticket, n, tiles)
         n += 1
