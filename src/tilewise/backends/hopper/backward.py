@@ -141,8 +141,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     tile = gl.program_id(0)
     n = 0
     it = 0
+    work = locate_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
     while tile < tiles:
-        work = locate_keys(tile, pointers, sizes, MODE, TILE)
         steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
         slope_log2 = 0.0
@@ -157,8 +157,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
             mbarrier.wait(shared.v.full.index(0), n & 1)
             only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
         dslope = no_slope_gradient(S_LAYOUT, MODE)
-        dk, dv, dslope = step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2, leaders,
-                              work, scalars, INDEX, True, True, MODE, TILE)
+        dk, dv, dslope = step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
+                              leaders, work, scalars, INDEX, True, True, MODE, TILE)
         it += 1
         for g in range(0, sizes.group):
             if MODE.alibi:
@@ -181,6 +181,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         mbarrier.arrive(shared.v.empty.index(0), count=1)
         await_ds(it - 1, INDEX)
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
+        tile = read_ticket(tickets, n)
+        after = locate_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)  # loads that the products hide
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         let_go(it + STAGES - 1, STAGES, Q_READ, TILE)
@@ -191,7 +193,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         mbarrier.wait(shared.dq_added.index(INDEX), (it & 1) ^ 1)
         publish(matrix(dv_smem), dv.to(DTYPE))
         store_box(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
-        tile = read_ticket(tickets, n)
+        work = after
         n += 1
     tma.store_wait(0)
 

@@ -59,6 +59,9 @@ def list_tiles(sequence, cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, 
         tl.store(slot + 1, mine - 1 - at if LAST_FIRST else at, mask=at < mine)
     if sequence == 0:
         tl.store(table_ptr, total)
+        if total == 0:  # who looks at a slot before asking whether there is one finds the first block
+            tl.store(table_ptr + 2, 0)
+            tl.store(table_ptr + 3, 0)
 
 
 @triton.jit
