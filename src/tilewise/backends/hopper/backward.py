@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.hopper.backward_parts import (
     dq_writer,
+    find_keys,
     hand_over_dq,
-    locate_keys,
+    keys_at,
     new_shared,
     producer,
     row_block,
@@ -141,8 +142,14 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     tile = gl.program_id(0)
     n = 0
     it = 0
-    work = locate_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
+    # where a place found ahead would push others out of the registers it is found late
+    AHEAD: gl.constexpr = not (MODE.segments or (MODE.varlen and BLOCK_D == 64))
+    if AHEAD:
+        block, key_head, batch = find_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
     while tile < tiles:
+        if not AHEAD:
+            block, key_head, batch = find_keys(tile, pointers, sizes, MODE, TILE)
+        work = keys_at(block, key_head, batch, pointers, sizes, MODE)
         steps = row_steps(work, pointers, sizes, MODE, TILE)
         key0 = work.block * TILE.block_n + INDEX * 64
         slope_log2 = 0.0
@@ -182,7 +189,8 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         await_ds(it - 1, INDEX)
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         tile = read_ticket(tickets, n)
-        after = locate_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)  # loads that the products hide
+        if AHEAD:  # divisions and loads, hidden by the products
+            block, key_head, batch = find_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         let_go(it + STAGES - 1, STAGES, Q_READ, TILE)
@@ -193,7 +201,6 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         mbarrier.wait(shared.dq_added.index(INDEX), (it & 1) ^ 1)
         publish(matrix(dv_smem), dv.to(DTYPE))
         store_box(dv_desc, rows_at(work.k, work.head, key0, MODE), dv_smem)
-        work = after
         n += 1
     tma.store_wait(0)
 

@@ -47,8 +47,8 @@ def draw_order(tile, blocks, sizes):
 
 
 @gluon.jit
-def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
-    """Tile number to key tile; ``head`` is the key head. In a group of heads block 0, the heaviest if causal, is first.
+def find_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Tile number to block, key head and batch. In a group of heads block 0, the heaviest if causal, is first.
 
     A packed sequence's tiles are numbered like those of a batch of one, behind the tiles of longer sequences.
     """
@@ -59,13 +59,29 @@ def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
         first = slot - gl.load(pointers.table + 2 * slot + 3)
         length = gl.load(pointers.cu_seqlens_k + batch + 1) - gl.load(pointers.cu_seqlens_k + batch)
         head, block = draw_order(tile - first * nheads_k, (length + TILE.block_n - 1) // TILE.block_n, sizes)
-        return packed_sequence(block, head, batch, pointers, sizes, MODE)
+        return block, head, batch
     else:
         head, block = draw_order(tile, sizes.blocks, sizes)
         batch = head // nheads_k
+        return block, head - batch * nheads_k, batch
+
+
+@gluon.jit
+def keys_at(block, head, batch, pointers, sizes, MODE: gl.constexpr):
+    """The key tile; ``head`` is the key head."""
+    if MODE.varlen:
+        return packed_sequence(block, head, batch, pointers, sizes, MODE)
+    else:
         q = Span(batch, sizes.seqlen_q)
         k = Span(batch, sizes.seqlen_k)
-        return Work(block, head - batch * nheads_k, batch, q, k, sizes.lower, sizes.upper, sizes.shift, 0)
+        return Work(block, head, batch, q, k, sizes.lower, sizes.upper, sizes.shift, 0)
+
+
+@gluon.jit
+def locate_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """Tile number to key tile."""
+    block, head, batch = find_keys(tile, pointers, sizes, MODE, TILE)
+    return keys_at(block, head, batch, pointers, sizes, MODE)
 
 
 @gluon.jit
