@@ -68,14 +68,12 @@ RATES = {
 
 
 def rate(problem: Problem) -> float:
-    """FLOP/s of a pass, for choosing among backends."""
-    backward = problem.derivative == "backward"
-    what = "fp8" if problem.dtype == FP8 else "backward" if backward else "forward"
-    block = block_of(max(problem.headdim, problem.headdim_v))
-    # the cap takes two more special functions and its derivative; up to 128 channels not measured since its steps
-    # stopped spilling, beyond 3.75e14, and with the slopes' gradient 1.25 to 2.2 times triton's (docs/hopper.md)
-    capped = backward and problem.softcap and block <= 128
-    return RATES[what, block] / 2 if capped else RATES[what, block]
+    """FLOP/s of a pass, for choosing among backends.
+
+    A softcap or slopes make it less, but triton's rate still more: docs/hopper.md.
+    """
+    what = "fp8" if problem.dtype == FP8 else "backward" if problem.derivative == "backward" else "forward"
+    return RATES[what, block_of(max(problem.headdim, problem.headdim_v))]
 
 
 def block_of(dim: int) -> int:
