@@ -132,6 +132,12 @@ def test_dk_and_dv_alone_have_the_tiles_of_both_together():
     assert [row for row in tiles._KEYS_V_90 if row.dim <= tiles.PART] == narrow
 
 
+def test_row_statistics_lie_where_the_copy_engine_may_write():
+    """At multiples of 128 bytes of shared memory; three stages keep two of them, one after the other."""
+    rows = [row for kernel in ("keys", "keys_k", "keys_v") for row in tiles._TABLES_90[kernel]]
+    assert all(row.stages <= 2 for row in rows if row.block_m * torch.float32.itemsize % 128)
+
+
 def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
     chosen = set()
     choose = tiles.choose_row
@@ -163,17 +169,12 @@ def test_every_row_for_an_sm_90_is_compiled_by_a_case(monkeypatch):
 
 
 FORWARD, KEYS, QUERIES = "forward_kernel", "key_gradients_kernel", "query_gradients_kernel"
-# moves to and from local memory in one turn of several hundred instructions, where no tile without was found
+FIVE = "softcap+dropout+alibi"
+# moves to and from local memory in one turn of 900 instructions, the same with smaller tiles
 COSTLY_SPILLS = {
-    ("dropout", "unseen", 256, FORWARD): 12, ("dropout", "unseen", 256, KEYS): 1,
-    ("bias", "unseen", 128, KEYS): 11, ("bias", "unseen", 256, FORWARD): 16, ("bias", "unseen", 256, KEYS): 4,
-    ("bias_fp32", "unseen", 128, KEYS): 7, ("bias_fp32", "unseen", 256, FORWARD): 6,
-    ("bias_fp32", "unseen", 256, QUERIES): 5,
-    ("dropout+segments", "plain", 128, KEYS): 1, ("dropout+segments", "plain", 128, QUERIES): 2,
-    ("dropout+segments", "plain", 256, FORWARD): 16, ("dropout+segments", "plain", 256, KEYS): 1,
+    (f"{FIVE}+segments+bias", 256, QUERIES): 2,
+    (f"{FIVE}+mask+bias_fp32", 256, KEYS): 1, (f"{FIVE}+mask+bias_fp32", 256, QUERIES): 1,
 }  # fmt: skip
-# kernels whose products are waited for one by one
-SERIALISED = {("bias", "unseen", 64, FORWARD), ("bias", "unseen", 256, FORWARD), ("bias_fp32", "unseen", 128, FORWARD)}
 BANDS = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -189,10 +190,15 @@ SCORES: dict[str, dict[str, object]] = {
     "bias": BIAS,
     "bias_fp32": FEATURES["bias"],
 }
+RAGGED = {"bias_ragged": {"bias": torch.zeros(2, 2, 64, 97, dtype=torch.bfloat16)[..., :96]}}  # rows start anywhere
 LISTED, ALTERNATIVES = {"mask", "segments"}, ({"mask", "segments"}, {"bias", "bias_fp32"})
 # several at once, each in the band that takes most registers; tiles from lists know no band
-TOGETHER = [pair for pair in itertools.combinations(SCORES, 2) if set(pair) not in ALTERNATIVES]
-TOGETHER += [("softcap", "dropout", "alibi"), ("bias", "softcap", "alibi"), ("softcap", "alibi", "mask")]
+TOGETHER = [
+    names
+    for several in (2, 3, 5)
+    for names in itertools.combinations(SCORES, several)
+    if not any(pair <= set(names) for pair in ALTERNATIVES)
+]
 COMBINED = [
     ("+".join(names), "plain" if LISTED & set(names) else "window", headdim)
     for names in TOGETHER
@@ -200,16 +206,19 @@ COMBINED = [
 ]
 COMBINED += [("dropout+bias", "plain", headdim) for headdim in (64, 128, 256)]
 COMBINED += [(scores, "window", headdim) for scores in ("dropout", "bias", "bias_fp32") for headdim in (64, 128, 256)]
+UNSEEN = ["dropout", "bias", "bias_fp32"]
+UNSEEN += ["+".join(names) for names in TOGETHER if len(names) == 2 and not LISTED & set(names)]
 QUICK_SCORES = [
     ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
     ("bias", "causal", 64), ("alibi", "causal", 64), ("softcap", "causal", 64), ("bias", "window", 256),
     ("dropout+bias", "plain", 64), ("dropout", "unseen", 128), ("bias", "unseen", 64),
+    ("dropout+segments", "plain", 128), ("dropout+mask+bias", "plain", 256),
 ]  # fmt: skip
 
 
 def options_of(scores, band):
     """The options of scores whose names stand between plus signs, inside a band."""
-    return {name: value for one in scores.split("+") for name, value in SCORES[one].items()} | BANDS[band]
+    return {name: value for one in scores.split("+") for name, value in (SCORES | RAGGED)[one].items()} | BANDS[band]
 
 
 def main_loops(q, k, v, options):
@@ -240,14 +249,15 @@ def test_the_main_loops_do_not_spill_and_do_not_wait_after_every_product(headdim
         assert loop.products >= 8, kernel
         if MEASURED:
             assert not serialised(compiled), kernel
-            assert loop.spills <= (1 if (features, headdim, kernel) == ("window", 64, FORWARD) else 0), kernel
+            assert loop.spills == 0, kernel
 
 
 def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     every = [(scores, band, headdim) for scores in SCORES for band in ("plain", "causal") for headdim in (64, 128, 256)]
-    unseen = [(scores, "unseen", headdim) for scores in ("dropout", "bias", "bias_fp32") for headdim in (64, 128, 256)]
-    for case in (*every, *unseen, *COMBINED):
+    unseen = [(scores, "unseen", headdim) for scores in UNSEEN for headdim in (64, 128, 256)]
+    ragged = [("bias_ragged", band, headdim) for band in BANDS for headdim in (64, 128, 256)]
+    for case in (*every, *unseen, *ragged, *COMBINED):
         yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])
 
 
@@ -256,9 +266,8 @@ def test_the_main_loops_do_not_spill_where_scores_cost_registers(scores, band, h
     q, k, v = tensors((headdim, headdim), torch.bfloat16)
     for kernel, compiled, loop in main_loops(q, k, v, options_of(scores, band)):
         if MEASURED:
-            case = (scores, band, headdim, kernel)
-            assert loop.spills <= COSTLY_SPILLS.get(case, 0), f"{kernel}: {loop}"
-            assert case in SERIALISED or not serialised(compiled), kernel
+            assert loop.spills <= COSTLY_SPILLS.get((scores, headdim, kernel), 0), f"{kernel}: {loop}"
+            assert not serialised(compiled), kernel
 
 
 @pytest.mark.parametrize("band", ["plain", "causal"])

@@ -141,6 +141,7 @@ class Tile(NamedTuple):
     overlap: bool = False  # with boxes: a tile's product with v runs under the next tile's softmax
     clipped: bool = False  # with boxes and no lists: the copy engine cuts off what a band leaves out (Mode.unseen)
     held: bool = False  # with boxes, key gradients: the program's k stays in registers
+    parked: bool = False  # with boxes, forward: the program's q stays in shared memory, its registers are for scores
     lazy: bool = False  # a row's maximum follows only scores that outgrow it a lot (follow.py)
     early: int = 0  # with boxes: exponentials of a quick step that wait for nothing (quick.py); 0: no quick steps
     sums: int = 1  # parts of a row's softmax sum (primitives.partial_sums)

@@ -122,7 +122,8 @@ class BackwardPlan:
         )
 
     def _shape(self, kernel: str) -> tiles.Shape:
-        shape = tiles.choose_shape(kernel, self.problem, device_facts(self.device), self.marks.align, self.mode.unseen)
+        facts, marks = device_facts(self.device), self.marks
+        shape = tiles.choose_shape(kernel, self.problem, facts, marks.align, self.mode.unseen, marks.bias)
         return tiles.Shape(
             shape.tile._replace(boxes=shape.tile.boxes and self.fits_boxes),
             # a score less the largest of its row is exactly 0 only if every kernel rounds it alike

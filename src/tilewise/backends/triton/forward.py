@@ -195,7 +195,8 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
         inner_last = full_last
     num_inner = inner_last - inner_first
     num_outer = inner_first - first + last - inner_last
-    if BANDED and not MODE.unseen and TILE.boxes and (MODE.dropout or COSTLY):
+    RAGGED: tl.constexpr = MODE.bias and MODE.bias_align == 1
+    if BANDED and not MODE.unseen and TILE.boxes and (MODE.dropout or COSTLY or RAGGED):
         num_inner = tl.maximum(num_inner, 1)  # which it is: said so, or the assembler waits after every product
     if MODE.lists:
         list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, m_block,
@@ -204,7 +205,8 @@ def attend(q, pointers, descriptors, strides, extras, extra_strides, sizes, scal
     STAGES: tl.constexpr = 1 if AGAIN else TILE.stages
     # a loop that may run zero times has the assembler wait after every product; in a branch it does not
     GUARDED: tl.constexpr = TILE.boxes and not AGAIN and (
-        (MODE.lists and (MODE.scale_first or MODE.dropout)) or (MODE.bias and MODE.dropout and not MODE.band))
+        (MODE.lists and (MODE.scale_first or MODE.dropout)) or (MODE.bias and MODE.dropout and not MODE.band)
+        or (MODE.band and MODE.unseen and (MODE.bias or MODE.dropout)))
     INNER: tl.constexpr = "banded" if BANDED else "full"
     EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
     OUTER: tl.constexpr = "edge" if EDGES else "cut"
@@ -274,7 +276,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc
     v_ptr = P.head_address(v_ptr, strides.v, batch, k_start, key_head(head, sizes, TILE.cube), MODE.align)
     rows = m_begin + tl.arange(0, TILE.block_m)
     q = 0
-    if TILE.boxes:  # this way q becomes an operand in registers; rows past the end reach no result
+    if TILE.boxes and not TILE.parked:  # this way q becomes an operand in registers; rows past the end reach no result
         q = q_desc.load([0 if MODE.varlen else batch, q_start.to(tl.int32) + m_begin, head, 0])
         q = q.reshape(TILE.block_m, TILE.block_d)
     elif TILE.num_d == 1:

@@ -38,9 +38,10 @@ def key_tile(dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra
     log_sum = 0.0
     BOXED: tl.constexpr = TILE.boxes and not EDGE
     # what is loaded before the first product takes registers through it, which then spill; a delta that the end of the
-    # band cuts off is cut off together with p
+    # band cuts off is cut off together with p, and loaded with lse
     WHOLE: tl.constexpr = not (TILE.clipped or MODE.lists)
-    LATE_LSE: tl.constexpr = BOXED and (MODE.two_parts or (MODE.dropout and WHOLE))
+    ALONE: tl.constexpr = not (GRADS.k or GRADS.bias == "col" or MODE.lists)
+    LATE_LSE: tl.constexpr = BOXED and (MODE.two_parts or (MODE.dropout and (WHOLE or ALONE)))
     COSTLY: tl.constexpr = MODE.bias != MODE.dropout and (MODE.dropout or MODE.lower) and WHOLE
     LATE_DELTA: tl.constexpr = BOXED and ((TILE.held and not MODE.band) or COSTLY)
     if BOXED:  # Triton would repeat a plain load of so short a vector sixteen times a thread
@@ -181,47 +182,53 @@ def key_gradients_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, log_sum_ptr, de
     num_outer = inner_first - first + last - inner_last
     INNER: tl.constexpr = "banded" if MODE.band else "full"
     EDGES: tl.constexpr = MODE.lists or (MODE.unseen and not TILE.clipped) or not TILE.boxes
-    for sharer in tl.range(0, sizes.group):
-        head = head_k * sizes.group + sharer
-        q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
-        dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
-        stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, row_begin, MODE)
-        pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, log_sum_ptr, delta_ptr)
-        descriptors = (q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc)
-        slope = 0.0
-        if MODE.alibi:
-            slope = tl.load(extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
-        ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
-        if MODE.lists:
-            list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
-                                                          n_begin < seqlen_k)
-        for step in tl.range(0, num_inner, num_stages=TILE.stages):
+    # what edges need and all heads share, Triton computes before the loop over heads: in one of their own, it does not
+    # take registers through the loop over inner tiles
+    SWEEPS: tl.constexpr = 2 if MODE.lists and GRADS.bias != "col" else 1  # each head has one sum of a column
+    for sweep in tl.static_range(SWEEPS):
+        for sharer in tl.range(0, sizes.group):
+            head = head_k * sizes.group + sharer
+            q_head = P.head_address(q_ptr, strides.q, batch, q_start, head, MODE.align)
+            dout_head = P.head_address(dout_ptr, strides.dout, batch, q_start, head, MODE.align)
+            stats = P.statistic_index(batch, head, q_start, sizes, seqlen_q, row_begin, MODE)
+            pointers = (q_head, k_ptr, v_ptr, dout_head, lse_ptr, log_sum_ptr, delta_ptr)
+            descriptors = (q_desc, dout_desc, lse_desc, log_sum_desc, delta_desc)
+            slope = 0.0
+            if MODE.alibi:
+                slope = tl.load(
+                    extras.alibi_slopes + batch * extra_strides.slopes_batch + head * extra_strides.slopes_head)
+            ds_sum = tl.full([TILE.block_n], 0.0, tl.float32)
             if MODE.lists:
-                m_block = tl.load(list_ptr + step)
-            else:
-                m_block = inner_first + step
-            cut = (m_block < full_first) | (m_block >= full_last)
-            m_begin = m_block * TILE.block_m
-            if TILE.clipped:
-                m_begin = first_row + step * TILE.block_m
-                cut = (m_begin < full_begin) | (m_begin >= full_end)
-            dk, dv, ds_sum = key_tile(
-                dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                batch, head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, INNER,
-                MODE, TILE, GRADS)
-        if EDGES:
-            for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):
-                if MODE.lists:
-                    m_block = tl.load(list_ptr + num_inner + step)
-                else:
-                    m_block = B.around(step, first, inner_first, inner_last)
-                dk, dv, ds_sum = key_tile(
-                    dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars, slope,
-                    batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q, seqlen_k,
-                    "edge", MODE, TILE, GRADS)
-        if GRADS.bias == "col":
-            row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
-            tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))
+                list_ptr, num_inner, num_outer = P.block_list(extras.lists, extra_strides.lists, batch, head, n_block,
+                                                              n_begin < seqlen_k)
+            if sweep == 0:
+                for step in tl.range(0, num_inner, num_stages=TILE.stages):
+                    if MODE.lists:
+                        m_block = tl.load(list_ptr + step)
+                    else:
+                        m_block = inner_first + step
+                    cut = (m_block < full_first) | (m_block >= full_last)
+                    m_begin = m_block * TILE.block_m
+                    if TILE.clipped:
+                        m_begin = first_row + step * TILE.block_m
+                        cut = (m_begin < full_begin) | (m_begin >= full_end)
+                    dk, dv, ds_sum = key_tile(
+                        dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
+                        slope, batch, head, q_start, stats, m_begin, n_begin, part, cut, seqlen_q, seqlen_k, INNER,
+                        MODE, TILE, GRADS)
+            if EDGES and sweep == SWEEPS - 1:
+                for step in tl.range(0, num_outer, num_stages=TILE.stages if MODE.lists or not TILE.boxes else 1):
+                    if MODE.lists:
+                        m_block = tl.load(list_ptr + num_inner + step)
+                    else:
+                        m_block = B.around(step, first, inner_first, inner_last)
+                    dk, dv, ds_sum = key_tile(
+                        dk, dv, ds_sum, k, v, pointers, descriptors, strides, extras, extra_strides, sizes, scalars,
+                        slope, batch, head, q_start, stats, m_block * TILE.block_m, n_begin, part, True, seqlen_q,
+                        seqlen_k, "edge", MODE, TILE, GRADS)
+            if GRADS.bias == "col":
+                row = (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_k
+                tl.store(dbias_ptr + row + cols, ds_sum, mask=(cols < seqlen_k) & (part == 0))
 
     if GRADS.k:
         dk_ptr = P.head_address(dk_ptr, strides.dk, batch, k_start, head_k, MODE.align)

@@ -135,8 +135,10 @@ class ForwardPlan:
 
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> None:
         marks = host.marks_of(problem, inputs, tensors)
-        tile, config = tiles.choose_shape("forward", problem, device_facts(inputs.q.device), marks.align)
         mode = host.mode_of(problem, marks)
+        tile, config = tiles.choose_shape(
+            "forward", problem, device_facts(inputs.q.device), marks.align, mode.unseen, marks.bias
+        )
         boxed = tile.boxes and host.fits_boxes(tensors)
         tile = tile._replace(boxes=boxed, clipped=boxed and cuts_off_keys(mode))
         boxes: tuple[Any, ...] = (None,) * 3

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     joint: bool = False  # see Tile
     overlap: bool = False
     held: bool = False
+    parked: bool = False
     lazy: bool = False
     early: int = 4
     keys: int = 0  # only for problems whose queries see at least so many keys on average
@@ -61,11 +62,15 @@ _FORWARD_90: Table = (
         joint=True, keys=1000, having=("banded dropout",)),
     Row(64, 64, 64, 4, 3, "16 x 1024 c 0.538 ms, 1 x 4096 0.925; as the row before 0.562 and 0.967; lazy 1 x 4096"
         " 0.969", registers=168, joint=True, having=("dropout",)),
-    Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn",
-        registers=128, joint=True, lazy=True, having=("fp32 bias",)),
+    Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn;"
+        " rows of a bias that start anywhere 36 to 45", registers=128, joint=True, lazy=True,
+        having=("fp32 bias", "ragged bias")),
     Row(64, 64, 64, 4, 3, "4k 0.316 ms with three segments, 0.545 with a bias and a mask for keys; 128 registers 0.338"
         " and 0.604 with 10 and 14 spills a turn, not lazy 0.371; 64x32 and 128 registers 0.337 and 0.625",
         registers=168, joint=True, lazy=True, having=("combined", "segments")),
+    Row(64, 64, 64, 4, 3, "(1, 16384, 32, 64), windows of 1024 and 128 0.339 and 0.113 ms; with joint loads 0.355 and"
+        " 0.116, and a spill a turn; with 136 registers too, three blocks resident, 0.382 and 0.128; joint without cube"
+        " 0.342 and 0.115", registers=128, lazy=True, cube=True, bare=True, having=("window",)),
     Row(64, 64, 64, 4, 3, "1k 429, c 289, 16k 453, four blocks resident; three 401/265/437; 64x128 372/217/437; 128x64"
         " 391/233/425; 8 warps and 128x64 396 where this has 437; joint loads 1k c 332, 16k c 472, else 324/466; lazy"
         " 1k 412, c 346, 16k 474, c 471, else 405/339/458/448; cube 1k and 1k c 3 % faster, 16k c 1 %; quick steps"
@@ -90,7 +95,14 @@ _FORWARD_90: Table = (
         registers=168, joint=True, lazy=True, cube=True, bare=True),
     Row(128, 64, 64, 4, 3, "for scores that cost registers: 1k c 376, window of 1024 435 with joint loads; without 361"
         "/428; two stages 367; 64x128 284; 128x32, 4 warps 393; 8 warps 384", joint=True, lazy=True),
-    Row(256, 64, 16, 4, 2, "64x32 2 to 25 spills a turn", having=("crowded", "biased dropout")),
+    Row(256, 64, 16, 4, 2, "with q in registers 2 to 6 spills a turn", parked=True, having=("crowded",)),
+    Row(256, 64, 32, 4, 2, "1 x 4096 with a bias 0.585 ms, c 0.299, with segments 0.546; three stages 0.742, 0.356"
+        " and 0.632; q in registers, 64x16 0.661 and 0.393, 64x32 with segments 0.656 with 16 spills a turn",
+        parked=True, having=("biased dropout", "segmented dropout", "ragged window")),
+    Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.173 ms; 64x32 0.163 with 12 spills a turn, q in"
+        " shared memory and two stages 0.193", joint=True, lazy=True, having=("unseen dropout",)),
+    Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.147 ms; 64x32 0.165 with a spill a turn, q in"
+        " shared memory and two stages 0.162", lazy=True, having=("unseen fp32 bias",)),
     Row(256, 64, 32, 4, 2, "joint loads, lazy or three stages 4 to 8 spills a turn", having=("listed dropout",)),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
@@ -108,14 +120,15 @@ _KEYS_90: Table = (
     Row(64, 64, 64, 4, 2, "whole backward 4k c 1.302 ms, 4k 1.869; three stages 1.319 with 20 spills a turn, and 1.863",
         having=("bias",)),
     Row(64, 64, 64, 4, 3, "1k c 331; two stages 313 where this has 321; 64x128, 8 warps 240"),
-    Row(128, 16, 64, 4, 2, "three kinds of scores at once: 32x64 spills", having=("crowded",)),
+    Row(128, 16, 64, 4, 1, "three kinds of scores at once: 32x64 spills", having=("crowded",)),
     Row(128, 32, 64, 4, 3, "two stages 5 spills a turn", having=("listed dropout",)),
-    Row(128, 16, 64, 4, 2, "32x64 3 to 8 spills a turn", having=("biased list",)),
+    Row(128, 32, 64, 4, 1, "whole backward with a mask for keys 3.762 ms; 16x64 and two stages 4.070",
+        having=("biased list",)),
     Row(128, 32, 64, 4, 1, "two stages 5 spills a turn with slopes", having=("mixed list",)),
     Row(128, 32, 64, 4, 2, "whole backward 4k 1.308 ms with a mask for keys, 0.854 with three segments; three stages"
         " 1.394 and 0.884, 64x64 1.257 and 0.861 with a spill a turn", having=("combined", "mask")),
     Row(128, 32, 64, 4, 2, "where keys or queries may be left out; whole backward 4k c 0.898 ms, 64x64 0.868 with 29"
-        " spills a turn", having=("unseen dropout",)),
+        " spills a turn; with a bias 64x64 7 to 11", having=("unseen dropout", "unseen bias")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -126,7 +139,9 @@ _KEYS_K_90: Table = (
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
     Row(256, 32, 128, 8, 1, "16x128 and two stages 1 to 12 spills a turn", joint=True,
         having=("listed dropout", "biased dropout")),
-    Row(256, 16, 64, 4, 2, "one stage 3 spills a turn, 32x128 3 to 11", having=("biased list",)),
+    Row(256, 16, 64, 4, 2, "32x128 1 to 3 spills a turn", having=("fp32 biased list",)),
+    Row(256, 32, 128, 8, 1, "whole backward with a mask for keys 4.585 ms; 16x64, 4 warps and two stages 4.992",
+        joint=True, having=("biased list",)),
     Row(256, 16, 128, 8, 1, "32x128 5 to 8 spills a turn with slopes", having=("combined",)),
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
@@ -137,6 +152,10 @@ _KEYS_K_90: Table = (
 _KEYS_V_90: Table = (
     *_NARROW_KEYS_90,
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
+    Row(256, 64, 128, 8, 1, "whole backward, 6000 queries of 4096 keys in a window 0.708 ms; 32x128 0.784, with two"
+        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias",)),
+    Row(256, 32, 128, 8, 2, "whole backward with a mask for keys 4.752 ms; 16x128 4.992", joint=True,
+        having=("biased list",)),
     Row(256, 16, 128, 8, 2, "32x128 1 spill a turn with a bias or dropout", having=("mixed list",)),
     Row(256, 32, 128, 8, 1, "two stages 20 spills a turn", having=("biased dropout",)),
     Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without"
@@ -150,14 +169,19 @@ _QUERIES_90: Table = (
     Row(64, 64, 32, 4, 2, "three kinds of scores at once: no spills", having=("crowded",)),
     Row(64, 64, 64, 4, 3, "1k c 401, 16k 576; two stages, 128 registers, four blocks resident 396/583; 128x64 337/526"),
     Row(128, 64, 16, 4, 2, "three kinds of scores at once: 64x32 spills", having=("crowded",)),
+    Row(128, 64, 32, 4, 2, "whole backward with dropout and three segments 1.226 ms, with a bias of 4095 keys 2.216;"
+        " 64x64 1.250 and 2.098 with 2 and 6 spills a turn, with one stage 1.328 and 2.241",
+        having=("segmented dropout", "ragged bias", "unseen sloped dropout")),
     Row(128, 64, 64, 4, 2, "whole backward 4k c 0.872 ms, 4k 1.492, 1k 1.540; 64x32 0.981, 1.675 and 1.738",
         having=("half bias",)),
     Row(128, 64, 32, 4, 2, "whole backward with an fp32 bias 4k c 1.267 ms, 4k 1.925; 64x64 1.337 and 2.100",
         having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
+    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen sloped bias",)),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
         having=("crowded", "mixed list", "sloped dropout")),
+    Row(256, 128, 16, 8, 3, "128x32 5 to 40 spills a turn", joint=True, having=("ragged bias", "unseen fp32 bias")),
     Row(256, 128, 32, 8, 3, "1k 447, c 322; two stages 357 and 256 where this has 318; 64x64, one stage 270/202; 64x32,"
         " two blocks resident 314; joint loads: whole backward 1k 294, 16k 364, else 287/349", joint=True),
     Row(10**9, 64, 32, 4, 2, "channel parts"),
@@ -274,10 +298,11 @@ def is_bare(problem: Problem) -> bool:
     return not (changed or problem.mask_shape is not None or problem.segments)
 
 
-def costly(problem: Problem, unseen: bool) -> tuple[str, ...]:
+def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most.
 
-    ``unseen`` as in Mode.
+    ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes. Beside a bias
+    keys that are left out count as one kind of scores more.
     """
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
@@ -285,32 +310,46 @@ def costly(problem: Problem, unseen: bool) -> tuple[str, ...]:
     costs = sum((bias is not None, listed, dropout, problem.softcap > 0, problem.alibi))
     banded = problem.banded and not listed
     half = bias is not None and bias.itemsize == 2 and not (listed or dropout or problem.softcap > 0)
+    window = problem.window_left is not None and (problem.window_right is not None or problem.causal is not None)
+    ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
     found = {
+        "window": window,
         "dropout": dropout,
         "banded dropout": banded and dropout,
         "unseen dropout": unseen and banded and dropout,
+        "unseen bias": unseen and banded and bias is not None,
+        "unseen half bias": unseen and banded and half,
+        "unseen sloped bias": unseen and banded and half and problem.alibi,
+        "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
+        "unseen fp32 bias": unseen and banded and bias == torch.float32,
         "listed dropout": listed and dropout,
+        "segmented dropout": problem.segments and dropout,
         "biased dropout": bias is not None and dropout,
         "mask": listed,
         "biased list": listed and bias is not None,
+        "fp32 biased list": listed and bias == torch.float32,
         "mixed list": listed and costs > 1,
         "segments": problem.segments,
         "bias": bias is not None,
+        "ragged bias": ragged,
+        "ragged window": ragged and window,
         "sloped dropout": problem.alibi and dropout,
         "fp32 bias": bias == torch.float32,
         "half bias": half,
         "combined": costs > 1,
-        "crowded": costs > 2,
+        "crowded": costs + (unseen and banded and bias is not None) > 2,
     }
     return tuple(name for name, has in found.items() if has)
 
 
-def choose_row(kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool) -> Row:
+def choose_row(
+    kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool, bias_align: int
+) -> Row:
     """The row for a kernel: "forward", "keys" (or its halves "keys_k", "keys_v"), "queries" or "bias"."""
     dim = max(problem.headdim, problem.headdim_v)
     keys = keys_of_a_query(problem)
     table = _table(kernel, problem.dtype.itemsize, facts, align)
-    bare, having = is_bare(problem), set(costly(problem, unseen))
+    bare, having = is_bare(problem), set(costly(problem, unseen, bias_align))
     fitting = (row for row in table if dim <= row.dim and keys >= row.keys and bare >= row.bare)
     return next(row for row in fitting if not row.having or having & set(row.having))
 
@@ -326,9 +365,11 @@ def loses_queries(problem: Problem, block_d: int, block_n: int) -> bool:
     return block_d == block_n and problem.banded and (scored or listed or problem.softmax_scale < SMALLEST_SCALE)
 
 
-def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool = False) -> Shape:
-    """The tile and resources of one kernel for a problem on a device; ``align`` and ``unseen`` as in Mode."""
-    row = choose_row(kernel, problem, facts, align, unseen)
+def choose_shape(
+    kernel: str, problem: Problem, facts: DeviceFacts, align: int, unseen: bool = False, bias_align: int = 8
+) -> Shape:
+    """The tile and resources of one kernel for a problem on a device; the alignments and ``unseen`` as in Mode."""
+    row = choose_row(kernel, problem, facts, align, unseen, bias_align)
     whole = max(problem.headdim, problem.headdim_v) <= MAX_RESIDENT
     block_d = power_of_two(problem.headdim) if whole else PART
     block_dv = power_of_two(problem.headdim_v) if whole else PART
@@ -350,6 +391,7 @@ def choose_shape(kernel: str, problem: Problem, facts: DeviceFacts, align: int, 
         joint=row.joint,
         overlap=row.overlap,
         held=row.held,
+        parked=row.parked,
         lazy=row.lazy,
         early=row.early if row.lazy and is_bare(problem) else 0,
         cube=row.cube and not problem.varlen,
