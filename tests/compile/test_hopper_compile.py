@@ -66,7 +66,7 @@ QUICK = ("causal", "long_full", "everything", "many_causal", "capped_slopes")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {
     "window": 8, "window_1000": 8, "window_sink": 8, "alibi_sink": 16, "softcap": 110, "everything": 600,
-    "segments": 30, "segments_full": 30, "slopes": 50, "every_gradient": 250,
+    "segments": 32, "segments_full": 30, "slopes": 50, "every_gradient": 250,
     "capped_slopes": 30, "capped_every_gradient": 150,
 }  # fmt: skip
 COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile; full 192/128 and segments more

@@ -31,6 +31,14 @@ def table() -> None:
         assert found[2 : 2 + 2 * len(expected)].view(-1, 2).tolist() == expected
 
 
+def no_tiles() -> None:
+    """Slot 0 is there all the same."""
+    found = torch.full((42,), -7, dtype=torch.int32)
+    schedule_kernel[(2,)](torch.zeros(3, dtype=torch.int32), found, None, None, None, 2, 0, 0, 0, 0, 128, False, 4, 32,
+                          128, False)  # fmt: skip
+    assert found[:5].tolist() == [0, 0, 0, 0, -7]
+
+
 def clear() -> None:
     """Only tokens beyond the last offset are written."""
     end = int(OFFSETS[-1])
@@ -168,6 +176,7 @@ def segments(numbers: torch.Tensor, first_key: int, lower: int, upper: int, rows
 if __name__ == "__main__":
     torch.manual_seed(0)
     table()
+    no_tiles()
     clear()
     combine()
     documents = torch.arange(200) * 5 // 200 + torch.tensor([[1], [1 << 40]])

@@ -103,6 +103,8 @@ CASES = [
     Case("packed, three warpgroups", 0, 2, 1, 0, 0, 64, 64, TL, lengths=([40, 1500, 0, 2000], [1600, 1400, 700, 2500])),
     Case("packed 192", 0, 4, 2, 0, 0, 192, 128, BR, lengths=([5, 128, 300, 1], [70, 128, 9, 400])),
     Case("packed window", 0, 4, 2, 0, 0, 64, 64, TL | {"window_left": 50}, lengths=([40, 5, 128, 300], [700, 5, 0, 9])),
+    Case("packed, no keys", 0, 4, 1, 0, 0, 128, 128, BR | {"max_seqlen_k": 9}, lengths=([3, 0, 70], [0, 0, 0])),
+    Case("packed, no queries", 0, 4, 1, 0, 0, 64, 64, {"max_seqlen_q": 9}, lengths=([0, 0, 0], [5, 0, 200])),
     Case("packed slopes", 0, 4, 2, 0, 0, 128, 128, BR | {"alibi_slopes": True}, lengths=([40, 5, 128], [70, 5, 300])),
     *(
         Case(f"{order} {dim}", 2, 4, 2, 700, 900, dim, dim_v, options, segments=order)
@@ -166,7 +168,7 @@ def _arguments(case: Case) -> tuple[Arguments, torch.Tensor]:
             tensors[name] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
         if case.lengths[0] == case.lengths[1]:  # one tensor for both says so without being read
             tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
-        options |= {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])}
+        options = {"max_seqlen_q": max(case.lengths[0]), "max_seqlen_k": max(case.lengths[1])} | options
     if case.segments:
         options["segments_q"] = _segments(case.segments, case.batch, case.seqlen_q)
         options["segments_k"] = _segments(case.segments, case.batch, case.seqlen_k)

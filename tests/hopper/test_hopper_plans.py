@@ -29,7 +29,8 @@ class Recorded:
     def __init__(
         self, kernel: Any, grid: int, arguments: tuple[Any, ...], num_warps: int = 4, early: bool = False
     ) -> None:
-        self.name, self.grid, self.arguments = kernel.__name__, grid, arguments
+        self.name, self.grid, self.arguments, self.early = kernel.__name__, grid, arguments, early
+        self.named = dict(zip((parameter.name for parameter in kernel.params), arguments, strict=True))
         pairs = zip(arguments, kernel.params, strict=True)
         self.expected = [shape(value) for value, parameter in pairs if not parameter.is_constexpr]
         launch.source(kernel, arguments)  # every argument has a type that Triton knows
@@ -173,6 +174,25 @@ def test_packed_key_gradients_are_cleared_only_where_no_tile_writes(calls: list[
                 assert programs == 2
                 assert not grads["k"].any()
                 assert not grads["v"].any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_begins_early_has_one_before_it_that_lets_it_and_waits_for_that_one(packed: bool) -> None:
+    """Dense statistics come after whatever there is, be it the zeros of dk and dv, and wait for its end."""
+    q = half(300, 4, 64) if packed else half(1, 300, 4, 64)
+    offsets = torch.tensor([0, 100, 290], dtype=torch.int32)
+    problem, inputs = call(q, q, q, **({"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} if packed else {}))
+    plan: Any = backward_plan.BackwardPlan(problem, inputs, q, q, False)
+    assert (plan.before.early, plan.before.named["STARTED_EARLY"], plan.before.named["EARLY"]) == (packed, packed, True)
+    assert plan.main.early
+    assert plan.after.early
+    assert plan.after.named["EARLY"]
+    if packed:
+        for scheduling in (plan.schedule.listing, plan.schedule.clearing):
+            assert (scheduling.early, scheduling.named["EARLY"]) == (False, True)
+        forward: Any = plans.ForwardPlan(problem, inputs)
+        assert not forward.schedule.clearing.named["EARLY"]
+        assert not forward.launch.early
 
 
 def test_segments_are_looked_at_before_each_pass(calls: list[tuple[str, int, tuple[Any, ...]]]) -> None:

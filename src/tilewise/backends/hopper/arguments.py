@@ -359,7 +359,7 @@ class Steps(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of the backward."""
+    """Shared memory of the backward; ds, dq and dq_added are 0 in a kernel that makes no dq."""
 
     q: Slots
     dout: Slots

@@ -124,6 +124,12 @@ def step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, sc
 
 
 @gluon.jit
+def find_keys_ahead(tile, tiles, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The same as ``find_keys``, and for a tile behind the last something that nobody uses."""
+    return find_keys(gl.maximum(gl.minimum(tile, tiles - 1), 0), pointers, sizes, MODE, TILE)
+
+
+@gluon.jit
 def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX: gl.constexpr, MODE: gl.constexpr,
              TILE: gl.constexpr):
     """dk and dv of keys [64 INDEX, 64 INDEX + 64) of every tile, and one part of dq."""
@@ -142,10 +148,10 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
     tile = gl.program_id(0)
     n = 0
     it = 0
-    # where a place found ahead would push others out of the registers it is found late
-    AHEAD: gl.constexpr = not (MODE.segments or (MODE.varlen and BLOCK_D == 64))
+    # where a tile found ahead would push numbers of the loop out of the registers it is found late
+    AHEAD: gl.constexpr = not (MODE.segments or MODE.softcap or (MODE.varlen and BLOCK_D == 64))
     if AHEAD:
-        block, key_head, batch = find_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
+        block, key_head, batch = find_keys_ahead(tile, tiles, pointers, sizes, MODE, TILE)
     while tile < tiles:
         if not AHEAD:
             block, key_head, batch = find_keys(tile, pointers, sizes, MODE, TILE)
@@ -161,7 +167,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
             slope_log2 = gl.load(pointers.alibi_slopes + head) * LOG2E
         leaders = leaders_of(work, key0, pointers, sizes, S_LAYOUT, MODE)
         if MODE.segments:
-            mbarrier.wait(shared.v.full.index(0), n & 1)
+            mbarrier.wait(shared.v.full.index(0), n & 1)  # for only_seen, and once more in the first step
             only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
         dslope = no_slope_gradient(S_LAYOUT, MODE)
         dk, dv, dslope = step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
@@ -190,7 +196,7 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
         dq = start_dq(shared.ds.index((it + 1) % 2), matrix(shared.k.slots.index(0)), INDEX, TILE)
         tile = read_ticket(tickets, n)
         if AHEAD:  # divisions and loads, hidden by the products
-            block, key_head, batch = find_keys(gl.minimum(tile, tiles - 1), pointers, sizes, MODE, TILE)
+            block, key_head, batch = find_keys_ahead(tile, tiles, pointers, sizes, MODE, TILE)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
         mbarrier.arrive(shared.k.empty.index(0), count=1)
         let_go(it + STAGES - 1, STAGES, Q_READ, TILE)

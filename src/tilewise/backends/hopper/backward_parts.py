@@ -58,7 +58,8 @@ def find_keys(tile, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
         batch = gl.load(pointers.table + 2 * slot + 2)
         first = slot - gl.load(pointers.table + 2 * slot + 3)
         length = gl.load(pointers.cu_seqlens_k + batch + 1) - gl.load(pointers.cu_seqlens_k + batch)
-        head, block = draw_order(tile - first * nheads_k, (length + TILE.block_n - 1) // TILE.block_n, sizes)
+        blocks = gl.maximum((length + TILE.block_n - 1) // TILE.block_n, 1)  # 0 where there is no tile at all
+        head, block = draw_order(tile - first * nheads_k, blocks, sizes)
         return block, head, batch
     else:
         head, block = draw_order(tile, sizes.blocks, sizes)
@@ -175,7 +176,7 @@ def producer(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ti
                 load_with_row(shared.q, shared.lse, it, STAGES, Q_READ, q_desc, coord, lse_desc, row, TILE)
                 load_with_row(shared.dout, shared.delta, it, DOUT_STAGES, DOUT_READ, dout_desc, coord, delta_desc, row,
                               TILE)
-                if g + t == 0:  # the tile before has read v earlier than k
+                if g + t == 0:  # up to 128 channels the tile before has read v earlier than k
                     load(shared.v, 0, n, v_desc, rows_at(work.k, work.head, key0, MODE))
                     load(shared.k, 0, n, k_desc, rows_at(work.k, work.head, key0, MODE))
                 it += 1
@@ -242,7 +243,7 @@ def new_shared(q_desc, k_desc, v_desc, dout_desc, lse_desc, dq_desc, DS: gl.cons
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, ROWS], lse_desc.layout)
     if DS == 0:
-        return Shared(q, dout, k, v, lse, delta, 0, 0, 0)  # no function may return None
+        return Shared(q, dout, k, v, lse, delta, 0, 0, 0)  # in place of None, which no function may return
     else:
         ds = gl.allocate_shared_memory(q_desc.dtype, [DS, TILE.block_n, ROWS], gl.NVMMASharedLayout(128, 16, 2))
         dq = gl.allocate_shared_memory(gl.float32, [2, PART, 32], dq_desc.layout)

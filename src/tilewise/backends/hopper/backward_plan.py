@@ -123,17 +123,16 @@ class BackwardPlan:
         self.before_tail = (of_out, of_dout, of_lse, *common, problem.headdim_v)
         self.after_tail = (of_dq, *common, shape[0], problem.headdim, self.scalars.softmax_scale)
         before = (same, same, fp32, fp32 if dlse else None, fp32, fp32, fp32, cu, *self.before_tail)
-        sizes: tuple[int | bool, ...] = (tile.block_m, tile.block_d, 16, SEARCH)
-        self.before = Launch(before_kernel, self.rows // 16, (*before, *sizes, True, varlen), early=varlen)
+        statistics = (*before, tile.block_m, tile.block_d, 16, SEARCH, True, varlen)
+        self.before = Launch(before_kernel, self.rows // 16, statistics, early=varlen)
         self.sink = None
         if "sink" in problem.needs_grad:
             self.sink_tail = (of_lse, *common)
             sink = (fp32, fp32, fp32, fp32, cu, *self.sink_tail)
             self.sink = Launch(sink_kernel, problem.batch * problem.nheads, (*sink, tile.block_m, CHUNK))
         after = (fp32, same, cu, *self.after_tail)
-        sizes = (tile.block_m, tile.block_d, SEARCH, True)
-        self.after = Launch(after_kernel, self.rows // 64, (*after, *sizes), early=True)
-
+        rows = (*after, tile.block_m, tile.block_d, SEARCH, True)
+        self.after = Launch(after_kernel, self.rows // 64, rows, early=True)
 
     def run(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -159,7 +158,7 @@ class BackwardPlan:
         counter, cu, table = ticket(stream, index), address_of(cu_q), None
         # nothing comes between the launches that begin early and those before them
         if self.schedule is not None and cu_k is not None:
-            table = self.schedule.make(stream, cu_k, all_seen, dk.data_ptr(), dv.data_ptr(), None)
+            table = self.schedule.make(stream, cu_k, dv.data_ptr(), keys=dk.data_ptr(), clears=all_seen)
         others = (cu_q, cu_k, table, *segments, grads.get("alibi_slopes"))
         pointers = (counter, address_of(slopes), *map(address_of, others))
         self.before(stream, *read, lse_at, delta_at, acc, cu, *self.before_tail)

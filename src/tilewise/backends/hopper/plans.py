@@ -84,15 +84,21 @@ class Schedule:
         self.clearing = Launch(schedule_kernel, problem.batch - (-total // CLEARED_ROWS), arguments)
 
     def make(
-        self, stream: int, cu_seqlens: torch.Tensor, clears: bool, first: int | None, second: int, lse: int | None
+        self,
+        stream: int,
+        cu_seqlens: torch.Tensor,
+        values: int,
+        keys: int | None = None,
+        lse: int | None = None,
+        clears: bool = True,
     ) -> torch.Tensor:
         """Fill a new table on ``stream``, and if it ``clears``, zeros and empty rows beyond the last offset.
 
-        Addresses of what is written: none, out and lse, in the backward dk, dv and none.
+        Addresses of what is written: ``values`` out and lse, in the backward dv and ``keys`` dk.
         """
         table = torch.empty(2 + 2 * self.slots, dtype=torch.int32, device=cu_seqlens.device)
         launch = self.clearing if clears else self.listing
-        launch(stream, cu_seqlens.data_ptr(), table.data_ptr(), first, second, lse, *self.tail)
+        launch(stream, cu_seqlens.data_ptr(), table.data_ptr(), keys, values, lse, *self.tail)
         return table
 
 
@@ -191,7 +197,7 @@ class ForwardPlan:
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
         if self.schedule is not None:
             cu_q, cu_k = offsets_of(inputs)
-            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, True, None, out.data_ptr(), lse_at))
+            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, out.data_ptr(), lse=lse_at))
         segments = NO_SEGMENTS if self.segments is None else self.segments.make(stream, inputs)
         return contiguous_or_none(inputs.alibi_slopes), contiguous_or_none(inputs.sink), *packed, *segments
 

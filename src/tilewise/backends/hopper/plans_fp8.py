@@ -102,7 +102,7 @@ class Fp8ForwardPlan:
         packed: tuple[torch.Tensor | None, ...] = (None, None, None)
         if self.schedule is not None:
             cu_q, cu_k = plans.offsets_of(inputs)
-            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, True, None, out.data_ptr(), lse.data_ptr()))
+            packed = (cu_q, cu_k, self.schedule.make(stream, cu_q, out.data_ptr(), lse=lse.data_ptr()))
         slopes, sink = plans.contiguous_or_none(inputs.alibi_slopes), plans.contiguous_or_none(inputs.sink)
         skip_k, skip_v = self.skip
         scaled = map(_descale, _descales_of(inputs), (0, self.first_block, self.first_block))

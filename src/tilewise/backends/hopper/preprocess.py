@@ -100,7 +100,7 @@ def before_kernel(out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_out_ptr, delta_out_p
 def after_kernel(acc_ptr, dq_ptr, cu_seqlens_ptr, dq_stride, batch, nheads, seqlen, head_blocks, total, headdim,
                  softmax_scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
                  EARLY: tl.constexpr):
-    """fp32 dq of 64 rows from fragment order (backward.fragment_order) to rows, scaled, in the gradient's dtype.
+    """fp32 dq of 64 rows from fragment order (backward_parts.fragment_order) to rows, scaled, in the gradient's dtype.
 
     Packed: all ``total`` rows are written, those behind the last sequence with zeros.
     """

@@ -1,4 +1,4 @@
-"""Before a packed call: its tile table, made on the device so that no length is read by the host, and zeros where no
+"""Before a packed pass: its tile table, made on the device so that no length is read by the host, and zeros where no
 tile writes.
 """
 
@@ -59,7 +59,8 @@ def list_tiles(sequence, cu_seqlens_ptr, table_ptr, batch, BLOCK: tl.constexpr, 
         tl.store(slot + 1, mine - 1 - at if LAST_FIRST else at, mask=at < mine)
     if sequence == 0:
         tl.store(table_ptr, total)
-        if total == 0:  # who looks at a slot before asking whether there is one finds the first block
+        tl.store(table_ptr + 1, 0)
+        if total == 0:  # backward.find_keys_ahead looks at slot 0 even then
             tl.store(table_ptr + 2, 0)
             tl.store(table_ptr + 3, 0)
 

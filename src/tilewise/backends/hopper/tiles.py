@@ -70,7 +70,7 @@ RATES = {
 def rate(problem: Problem) -> float:
     """FLOP/s of a pass, for choosing among backends.
 
-    A softcap or slopes make it less, but triton's rate still more: docs/hopper.md.
+    At 8192 tokens a softcap and slopes made it less, but triton's rate still more: docs/hopper.md.
     """
     what = "fp8" if problem.dtype == FP8 else "backward" if problem.derivative == "backward" else "forward"
     return RATES[what, block_of(max(problem.headdim, problem.headdim_v))]
