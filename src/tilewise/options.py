@@ -135,12 +135,19 @@ def seed(value: Any, dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
 
 def longest(value: Any) -> Any:
     """max_seqlen of one side. A tensor is taken and not read: it would wait for its device, and is only a bound."""
-    if value is None or isinstance(value, torch.Tensor):
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
+            is_now = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+            raise InvalidType(f"max_seqlen: is a tensor, {is_now}, must be one integer")
         return None
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise InvalidType(f"max_seqlen: is {value!r}, must be an int, a pair (q, k) or None")
     if value < 0:
         raise InvalidInput(f"max_seqlen: is {value}, must be at least 0")
+    if type(value) is int and value >= 2**63:
+        raise InvalidInput(f"max_seqlen: is {value}, must fit in 64 bits, or be None")
     return value
 
 

@@ -6,9 +6,21 @@ all use this one function.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tilewise.errors import InvalidInput
+from tilewise.errors import InvalidInput, InvalidType
+
+
+def _check_part(name: str, tensor: Any, out_a: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidType(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        has = str(tensor.dtype if tensor.layout is torch.strided else tensor.layout).removeprefix("torch.")
+        raise InvalidType(f"{name}: is {has}, must be a strided tensor of floating-point numbers")
+    if tensor.device != out_a.device:
+        raise InvalidInput(f"{name}: is on {tensor.device}, must be on {out_a.device} like out_a")
 
 
 def merge_states(
@@ -28,8 +40,11 @@ def merge_states(
         ``out`` in the dtype of ``out_a``, ``lse`` in the dtype of ``lse_a``.
 
     Raises:
-        InvalidInput: the shapes do not belong together.
+        InvalidType: an argument is no strided tensor of floating-point numbers.
+        InvalidInput: the shapes do not belong together, or the tensors are not on one device.
     """
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        _check_part(name, tensor, out_a)
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         raise InvalidInput(
             f"merge_states: both states must have the same shapes, got out_a {tuple(out_a.shape)}, out_b "

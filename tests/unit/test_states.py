@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,23 @@ def test_a_merged_gradient_is_the_gradient_of_the_whole() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(merged, (q, k, v), sent), torch.autograd.grad(whole, (q, k, v), sent)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("out_a", None, "out_a: must be a torch.Tensor, got NoneType"),
+        ("lse_b", 1.0, "lse_b: must be a torch.Tensor, got float"),
+        ("out_b", torch.zeros(1, 3, 2, 4, dtype=torch.int32), "out_b: is int32, must be"),
+        ("lse_a", torch.zeros(1, 2, 3).to_sparse(), "lse_a: is sparse_coo, must be"),
+        ("lse_b", torch.zeros(1, 2, 3, device="meta"), "lse_b: is on meta, must be on cpu"),
+    ],
+)
+def test_parts_of_a_state_are_tensors_of_numbers_on_one_device(name: str, value: Any, words: str) -> None:
+    parts = {"out_a": torch.zeros(1, 3, 2, 4), "lse_a": torch.zeros(1, 2, 3), "out_b": torch.zeros(1, 3, 2, 4)}
+    parts["lse_b"] = parts["lse_a"]
+    with pytest.raises(tilewise.InvalidInput, match=words):
+        merge_states(**parts | {name: value})
 
 
 @pytest.mark.parametrize(
