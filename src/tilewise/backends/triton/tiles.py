@@ -103,7 +103,7 @@ _FORWARD_90: Table = (
         " 0.342 with 12 spills a turn, q in shared memory and two stages 0.193 and 0.435", joint=True, lazy=True,
         having=("unseen dropout",)),
     Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.147 ms, top-left causal 0.275; 64x32 0.165 and"
-        " 0.219 with 6 spills a turn, q in shared memory and two stages 0.162 and 0.303", lazy=True,
+        " 0.219 with a spill a turn, q in shared memory and two stages 0.162 and 0.303", lazy=True,
         having=("unseen fp32 bias",)),
     Row(256, 64, 32, 4, 2, "joint loads, lazy or three stages 4 to 8 spills a turn", having=("listed dropout",)),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
