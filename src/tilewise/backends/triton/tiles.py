@@ -180,7 +180,7 @@ _QUERIES_90: Table = (
         having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
-    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen sloped bias",)),
+    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen changed bias",)),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
         having=("crowded", "mixed list", "sloped dropout")),
     Row(256, 128, 16, 8, 3, "128x32 5 to 40 spills a turn", joint=True, having=("ragged bias", "unseen fp32 bias")),
@@ -311,7 +311,8 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     dropout = problem.dropout_p > 0
     costs = sum((bias is not None, listed, dropout, problem.softcap > 0, problem.alibi))
     banded = problem.banded and not listed
-    half = bias is not None and bias.itemsize == 2 and not (listed or dropout or problem.softcap > 0)
+    short = bias is not None and bias.itemsize == 2 and not (listed or dropout)
+    half = short and not problem.softcap > 0
     window = problem.window_left is not None and (problem.window_right is not None or problem.causal is not None)
     ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
     found = {
@@ -321,7 +322,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "unseen dropout": unseen and banded and dropout,
         "unseen bias": unseen and banded and bias is not None,
         "unseen half bias": unseen and banded and half,
-        "unseen sloped bias": unseen and banded and half and problem.alibi,
+        "unseen changed bias": unseen and banded and short and (problem.alibi or problem.softcap > 0),
         "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
         "unseen fp32 bias": unseen and banded and bias == torch.float32,
         "listed dropout": listed and dropout,
