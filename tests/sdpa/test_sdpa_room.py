@@ -260,9 +260,7 @@ def test_a_nan_of_the_bias_reaches_the_rows_that_see_it_alone(keys: int, bad: fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [1e-46, 1e-300, 5e-324])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_scale_that_fp32_cannot_hold_is_refused_beside_a_band(
-    scale: float, dtype: torch.dtype, packed: bool
-) -> None:
+def test_a_scale_that_fp32_cannot_hold_is_refused_beside_a_band(scale: float, dtype: torch.dtype, packed: bool) -> None:
     q, k, v = (torch.randn(1, 20, 2, 8, dtype=dtype) for _ in range(3))
     options = {"causal": True}
     if packed:

@@ -176,7 +176,7 @@ def _anew_where_large(problem: Problem, inputs: Inputs, added: torch.Tensor | No
     pairs = rowwise.Pairs(at, problem.seqlen_k, added, band(problem).upper, problem.state_dtype)
     q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     out_rows, lse[:, :, at] = rowwise.forward(q, k, v, pairs, problem.softmax_scale)
-    out[:, at] = out_rows.transpose(1, 2).to(out.dtype)
+    out[:, at] = out_rows.transpose(1, 2)
     return out, lse
 
 

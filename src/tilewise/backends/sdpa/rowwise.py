@@ -1,6 +1,7 @@
 """Rows whose lse is so large that exp(s - lse) is no longer their probability, nor the weight of a part of their keys.
 
-P is normalised anew, a block of whole rows at a time, in plain torch operators: slower than the kernel, and right.
+A block of whole rows at a time: the forward is one call of the kernel that merges nothing, and in the backward P is
+normalised anew, in plain torch operators: slower than the kernel's, and right.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.sdpa import kernel
 from tilewise.backends.sdpa.kernel import Rows, State, Triple, clean_keys
 
 # Scores held at a time: 16 MiB in fp32.
@@ -68,17 +70,11 @@ def _softmax(s: torch.Tensor) -> torch.Tensor:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: Pairs, scale: float) -> State:
-    """(out, lse) of the rows ``pairs.at`` of q, in the state dtype."""
-    heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
-    seen = pairs.seen(heads)
-    k, v = (clean_keys(t, seen).to(pairs.dtype)[:, :, None] for t in (k, v))
-    out = q.new_empty(*q.shape[:2], len(pairs.at), v.shape[-1], dtype=pairs.dtype)
+    """(out, lse) of the rows ``pairs.at`` of q: all their keys in one call, the band written into what is added."""
+    out = q.new_empty(*q.shape[:2], len(pairs.at), v.shape[-1])
     lse = q.new_empty(out.shape[:3], dtype=pairs.dtype)
-    for span, tile in pairs.blocks(heads):
-        rows = _grouped(q[:, :, pairs.at[span]].to(pairs.dtype), group)
-        s = scale * (rows @ k.mT) + _grouped_pairs(tile, group)
-        out[:, :, span] = (_softmax(s) @ v).flatten(1, 2)
-        lse[:, :, span] = s.logsumexp(-1).flatten(1, 2)
+    for span, tile in pairs.blocks(q.shape[0] * q.shape[1]):
+        out[:, :, span], lse[:, :, span] = kernel.forward(q[:, :, pairs.at[span]], k, v, tile, False, scale)
     return out, lse
 
 
