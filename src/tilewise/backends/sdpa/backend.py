@@ -169,7 +169,10 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
 def _anew_where_large(problem: Problem, inputs: Inputs, added: torch.Tensor | None, merged: State) -> State:
     """The rows whose lse is too large for the weights of a merge, computed in one piece: as a rule, none."""
     out, lse = merged
-    large = (lse.abs() > kernel.LSE_LIMIT[problem.dtype]) & lse.isfinite()
+    limit = kernel.LSE_LIMIT[problem.dtype]
+    if _largest(lse) <= limit:
+        return merged
+    large = (lse.abs() > limit) & lse.isfinite()
     if not bool(large.any()):
         return merged
     at = large.flatten(0, 1).any(0).nonzero()[:, 0]
