@@ -13,7 +13,7 @@ from tilewise.dispatch import registry
 from tilewise.dispatch.choose import Trace, survey
 from tilewise.errors import InvalidInput, InvalidType
 from tilewise.fp8 import NONE, Descales, describe_scaled
-from tilewise.inputs import Arguments, describe
+from tilewise.inputs import Arguments, Inputs, describe, is_wider, narrowed
 from tilewise.iomodel import flops, memory, pairs
 from tilewise.masks import TileCounts
 from tilewise.problem import Problem
@@ -149,6 +149,13 @@ def _facts(device: str | torch.device | DeviceFacts | None, tensor: torch.Tensor
         ) from error
 
 
+def _bias_copy(problem: Problem, inputs: Inputs) -> dict[str, int]:
+    """The copy of an fp64 bias that brings it into the range of the scores, which every backend gets."""
+    if inputs.bias is None or not is_wider(problem.bias_dtype, problem.state_dtype):
+        return {}
+    return {"bias, in the range of fp32": narrowed(inputs.bias).numel() * inputs.bias.element_size()}
+
+
 def explain_arguments(
     arguments: Arguments, device: str | torch.device | DeviceFacts | None, descales: Descales = NONE
 ) -> Explanation:
@@ -173,5 +180,5 @@ def explain_arguments(
         flops_forward=None if kept is None else flops.forward(kept, *size),
         flops_backward=None if kept is None else flops.backward(kept, *size),
         saved=memory.saved_for_backward(problem),
-        copies={} if name is None else registry.load(name).copies(problem),
+        copies={} if name is None else {**registry.load(name).copies(problem), **_bias_copy(problem, inputs)},
     )

@@ -99,6 +99,8 @@ def attention(
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k); True = the pair takes part. Causal, window,
             segments and mask AND together. A padding mask (batch, seqlen_k) goes in as ``mask[:, None, None, :]``.
         bias: float, added to the scores, broadcastable like mask; may require grad. Finite values never exclude.
+            Scores are fp32 unless q is fp64, so of an fp64 bias (or fp64 alibi_slopes, sink) beside other q a finite
+            number beyond fp32's range counts as the largest fp32 number of its sign.
         softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off.
         alibi_slopes: (nheads,) or (batch, nheads), float; may require grad.
         sink: (nheads,) or (batch, nheads): a logit in the denominator that has no value; may require grad.

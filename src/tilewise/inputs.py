@@ -54,8 +54,9 @@ class Inputs(NamedTuple):
     """The tensors of a call in the form every backend takes; None where absent.
 
     q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
-    headdim_v), or (total, nheads, dim) with cu_seqlens (batch + 1,). bias and mask are 4-D views that broadcast to
-    (batch, nheads, seqlen_q, seqlen_k). alibi_slopes and sink are (batch, nheads) in the state dtype. segments are
+    headdim_v), or (total, nheads, dim) with cu_seqlens (batch + 1,). bias and mask are 4-D and broadcast to
+    (batch, nheads, seqlen_q, seqlen_k); views, but for an fp64 bias beside another state dtype, whose finite numbers
+    are brought into that dtype's range. alibi_slopes and sink are (batch, nheads) in the state dtype. segments are
     (batch, seqlen). The descales of fp8 are (batch, nheads_k) or (batch, nheads_k, blocks) in fp32. dropout_seed is a
     0-dim int64. ``batch_offset`` is added to the batch index in dropout's counter.
     """
@@ -294,7 +295,28 @@ def _four(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _per_head(tensor: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
     if tensor is None:
         return None
-    return tensor.to(problem.state_dtype).expand(problem.batch, problem.nheads)
+    return _in_range(tensor, problem.state_dtype).to(problem.state_dtype).expand(problem.batch, problem.nheads)
+
+
+def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Dimensions that were only expanded, back to size 1, so that no copy multiplies them."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def is_wider(dtype: torch.dtype | None, state_dtype: torch.dtype) -> bool:
+    """Whether finite numbers of ``dtype`` can lie beyond the range of ``state_dtype``."""
+    return dtype == torch.float64 and state_dtype != torch.float64
+
+
+def _in_range(tensor: torch.Tensor, state_dtype: torch.dtype) -> torch.Tensor:
+    """The largest number of ``state_dtype`` for each finite one beyond it: what is finite excludes nothing."""
+    if not is_wider(tensor.dtype, state_dtype):
+        return tensor
+    numbers, most = narrowed(tensor), torch.finfo(state_dtype).max
+    return torch.where(numbers.isinf(), numbers, numbers.clamp(-most, most)).expand(tensor.shape)
 
 
 _CACHE: dict[object, Problem] = {}
@@ -372,12 +394,12 @@ def inputs_of(arguments: Arguments, problem: Problem) -> Inputs:
     """The tensors of checked arguments in the form every backend takes."""
     if not _is_any_given(arguments[3:TENSOR_COUNT]):
         return Inputs(arguments.q, arguments.k, arguments.v)
-    seed = arguments.dropout_seed
+    seed, bias = arguments.dropout_seed, arguments.bias
     return Inputs(
         q=arguments.q,
         k=arguments.k,
         v=arguments.v,
-        bias=_four(arguments.bias),
+        bias=None if bias is None else _four(_in_range(bias, problem.state_dtype)),
         mask=_four(arguments.mask),
         alibi_slopes=_per_head(arguments.alibi_slopes, problem),
         sink=_per_head(arguments.sink, problem),

@@ -235,3 +235,59 @@ def test_case_165_neighbour_rows_that_miss_a_whole_visited_block(backend: str, f
     mask[5, 0] = True
     options = {"window_size": (3, 0)} if features == "window" else {"mask": mask}
     assert_exact(sample_of(q, k, v, sink=torch.randn(2), requires_grad="all", **options), backend)
+
+
+@ALL
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -1e39, 1e39])
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5), (5, 1), "expanded"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_finite_bias_beyond_fp32_excludes_nothing(
+    backend: str, lowest: float, shape: tuple[int, int] | str, dtype: torch.dtype
+) -> None:
+    q, k, v = (torch.randn(2, 5, 2, 8, dtype=dtype) for _ in range(3))
+    bias = torch.full((1, 1) if shape == "expanded" else shape, lowest, dtype=torch.float64)
+    bias = bias.expand(5, 5) if shape == "expanded" else bias
+    out, lse = tilewise.attention_with_lse(q, k, v, bias=bias, backend=backend)
+    torch.testing.assert_close(out, v.float().mean(1, keepdim=True).expand_as(v).to(dtype))
+    assert bool(lse.isfinite().all())
+
+
+@ALL
+def test_infinities_and_nan_of_an_fp64_bias_stay_what_they_are(backend: str) -> None:
+    q, k, v = (torch.randn(1, 20, 2, 8) for _ in range(3))
+    bias = torch.zeros(20, 20, dtype=torch.float64)
+    bias[2], bias[3, :5], bias[4, 7] = -INF, -INF, NAN
+    out, lse = tilewise.attention_with_lse(q, k, v, bias=bias, backend=backend)
+    right, right_lse = tilewise.attention_with_lse(q, k, v, bias=bias.float(), backend="reference")
+    torch.testing.assert_close(out, right, equal_nan=True)
+    torch.testing.assert_close(lse, right_lse, equal_nan=True)
+    assert not out[0, 2].any()
+
+
+def test_the_gradient_of_a_bias_beyond_fp32_has_its_dtype_and_its_sum(backend: str) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    bias = torch.full((5, 5), -1e39, dtype=torch.float64, requires_grad=True)
+    plain = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for one in (bias, plain):
+        out = tilewise.attention(q * 0, k, v, bias=one, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), one)[0])
+    assert grads[0].dtype == torch.float64
+    torch.testing.assert_close(*grads)
+
+
+def test_slopes_and_sinks_beyond_fp32_are_the_largest_numbers(backend: str) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    huge = torch.full((2,), 1e300, dtype=torch.float64)
+    torch.testing.assert_close(tilewise.attention(q, k, v, alibi_slopes=huge, backend=backend), v)
+    out, lse = tilewise.attention_with_lse(q, k, v, sink=huge, backend=backend)
+    assert not out.any()
+    assert bool(lse.isfinite().all())
+
+
+def test_explain_names_the_copy_that_brings_a_bias_into_range(backend: str) -> None:
+    q = torch.randn(1, 5, 2, 8)
+    bias = torch.zeros(5, 1, dtype=torch.float64).expand(5, 5)
+    told = tilewise.explain(q, q, q, bias=bias, backend=backend)
+    assert told.as_dict()["copied_bytes"] == {"bias, in the range of fp32": 40}
+    assert tilewise.explain(q, q, q, bias=bias.float(), backend=backend).as_dict()["copied_bytes"] == {}

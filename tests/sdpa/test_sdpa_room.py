@@ -167,3 +167,109 @@ def test_the_same_call_gives_the_same_bits() -> None:
         results.append([out, *torch.autograd.grad(out, (sample.q, sample.k, sample.v), sample.dout)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+FEW = {"q": (1, 2, 1, 4), "k": (1, 4, 1, 4)}
+BANDS = [{"causal": True}, {"window_size": (None, 1)}, {"causal": "top_left", "window_size": (None, 0)}]
+
+
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize("lowest", [-1e8, -1e30, torch.finfo(torch.float32).min, 1e8])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1)])
+def test_a_large_lse_of_two_parts_keeps_the_number_of_their_keys(
+    options: dict, lowest: float, shape: tuple[int, int]
+) -> None:
+    q, k = torch.zeros(1, 2, 1, 4).requires_grad_(), torch.randn(1, 4, 1, 4).requires_grad_()
+    v = torch.arange(4.0).reshape(1, 4, 1, 1).expand(1, 4, 1, 4).clone().requires_grad_()
+    bias = torch.full(shape, lowest)
+    out = tilewise.attention(q, k, v, bias=bias, backend="sdpa", **options)
+    plain = tilewise.attention(q, k, v, backend="reference", **options)
+    torch.testing.assert_close(out, plain)
+    grads, expected = (torch.autograd.grad(one.sum(), (q, k, v)) for one in (out, plain))
+    for name, grad, right in zip("qkv", grads, expected, strict=True):
+        torch.testing.assert_close(grad, right, msg=name)
+
+
+def test_large_equal_scores_of_two_parts_without_bias_weigh_the_same() -> None:
+    q, k = torch.full(FEW["q"], 1e4), torch.full(FEW["k"], 1e4)
+    v = torch.arange(4.0).reshape(1, 4, 1, 1).expand(1, 4, 1, 4).contiguous()
+    out = tilewise.attention(q, k, v, causal=True, backend="sdpa")
+    torch.testing.assert_close(out[0, :, 0, 0], torch.tensor([1.0, 1.5]))
+
+
+def test_large_and_small_rows_of_two_parts_stand_side_by_side() -> None:
+    spec = Spec(features=("bias", "causal", "mask"), requires_grad=("q", "k", "v"), seqlen_q=11, seqlen_k=29)
+    sample = make(spec, seed=4)
+    bias = sample.options["bias"].detach()
+    bias[0, :, 3:6] = torch.finfo(torch.float32).min
+    bias[1, 1, 7] = -1e8
+    sample.k.detach()[:, -1] = NAN  # only the last query could see it, and the mask hides it
+    sample.options["mask"] = sample.options["mask"].clone()
+    sample.options["mask"][..., -1] = False
+    out = tilewise.attention(sample.q, sample.k, sample.v, **sample.options, backend="sdpa")
+    right = tilewise.attention(sample.q, sample.k, sample.v, **sample.options, backend="cpu")
+    torch.testing.assert_close(out, right)
+
+
+def test_moderate_rows_are_merged_without_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.backends.sdpa import rowwise
+
+    monkeypatch.setattr(rowwise, "forward", lambda *_: pytest.fail("ordinary rows took the slow way"))
+    sample = make(Spec(features=("bias", "causal", "mask"), seqlen_q=11, seqlen_k=29))
+    assert bool((~sample.options["mask"]).any())
+    tilewise.attention(sample.q, sample.k, sample.v, **sample.options, backend="sdpa")
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": "top_left"}, {"window_size": (None, 2)}], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(4, 4), (24, 40), (40, 24), (40, 40)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_the_bias_holds_where_the_band_excludes_does_not_matter(
+    options: dict, seqlen_q: int, seqlen_k: int, bad: float, masked: bool
+) -> None:
+    q = torch.randn(2, seqlen_q, 4, 8, requires_grad=True)
+    k, v = (torch.randn(2, seqlen_k, 2, 8, requires_grad=True) for _ in range(2))
+    upper = (0 if options.get("causal") == "top_left" else seqlen_k - seqlen_q) + options.get("window_size", (0, 0))[1]
+    clean = torch.randn(seqlen_q, seqlen_k)
+    dirty = clean.masked_fill(torch.ones_like(clean, dtype=torch.bool).triu(upper + 1), bad)
+    options = {**options, "mask": torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool) if masked else None}
+    results = []
+    for bias in (dirty, clean):
+        out, lse = tilewise.attention_with_lse(q, k, v, bias=bias, backend="sdpa", **options)
+        grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), lse.isfinite().float()))
+        results.append((out, lse, *grads))
+    for name, one, right in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        torch.testing.assert_close(one, right, msg=name)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("keys", [5, 40])
+def test_a_nan_of_the_bias_reaches_the_rows_that_see_it_alone(keys: int, bad: float) -> None:
+    q, k, v = (torch.randn(1, keys, 2, 8) for _ in range(3))
+    of_keys, of_pairs = torch.zeros(1, keys), torch.zeros(keys, keys)
+    of_keys[0, 3] = bad
+    of_pairs[:, 3] = bad
+    for bias in (of_keys, of_pairs):
+        out, lse = tilewise.attention_with_lse(q, k, v, bias=bias, causal=True, backend="sdpa")
+        right, right_lse = tilewise.attention_with_lse(q, k, v, bias=bias, causal=True, backend="reference")
+        torch.testing.assert_close(out, right, equal_nan=True)
+        torch.testing.assert_close(lse, right_lse, equal_nan=True)
+        assert int(lse.isnan().sum()) == 2 * (keys - 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1e-46, 1e-300, 5e-324])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_scale_that_fp32_cannot_hold_is_refused_beside_a_band(scale: float, dtype: torch.dtype, packed: bool) -> None:
+    q, k, v = (torch.randn(1, 20, 2, 8, dtype=dtype) for _ in range(3))
+    options = {"causal": True}
+    if packed:
+        offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+        q, k, v, options = q[0], k[0], v[0], {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    call, explain = (
+        (tilewise.attention_varlen, tilewise.explain_varlen) if packed else (tilewise.attention, tilewise.explain)
+    )
+    out, right = (call(q, k, v, softmax_scale=number, **options) for number in (scale, 0.0))
+    torch.testing.assert_close(out, right)
+    reasons = explain(q, k, v, softmax_scale=scale, **options).as_dict()["refused"]["sdpa"]
+    assert [reason["what"] for reason in reasons] == ["softmax_scale with causal"]

@@ -9,9 +9,9 @@ from tilewise.backends.sdpa.kernel import Part, Rows
 from tilewise.backends.sdpa.whole import Whole, whole
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.backend import Gradients, Reason, State
-from tilewise.inputs import FLOAT_DTYPES, Inputs, sequences
+from tilewise.inputs import FLOAT_DTYPES, Inputs, narrowed, sequences
 from tilewise.masks import band
-from tilewise.problem import DTYPE_NAMES, Problem
+from tilewise.problem import DTYPE_NAMES, SMALLEST_SCALE, Problem
 from tilewise.states import merge_states
 
 
@@ -43,9 +43,10 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
         ("bias" in problem.needs_grad, "bias", "gradient", "a bias that needs none"),
         (problem.derivative in ("jvp", "second"), "derivative", problem.derivative, "forward or backward"),
     )
-    if problem.banded and problem.softmax_scale <= 0:
+    if problem.banded and problem.softmax_scale < SMALLEST_SCALE:
         hint = "torch's kernel scales after excluding, so -inf would turn to NaN or +inf"
-        reasons.append(Reason("softmax_scale with causal", f"{problem.softmax_scale:g}", "more than 0", hint))
+        needs = f"{SMALLEST_SCALE:.3g} or more"
+        reasons.append(Reason("softmax_scale with causal", f"{problem.softmax_scale:g}", needs, hint))
     return reasons + [Reason(what, has, needs) for wrong, what, has, needs in checks if wrong]
 
 
@@ -62,20 +63,12 @@ def _pair_reasons(problem: Problem) -> list[Reason]:
     ]
 
 
-def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Dimensions that were only expanded, back to size 1, so that no copy multiplies them."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def _additive(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """What torch's kernel adds to the scores: the bias, and -inf where the mask excludes; 4-D, broadcast dims 1."""
     if inputs.bias is None and inputs.mask is None:
         return None
-    bias = None if inputs.bias is None else _narrowed(inputs.bias)
-    mask = None if inputs.mask is None else _narrowed(inputs.mask)
+    bias = None if inputs.bias is None else narrowed(inputs.bias)
+    mask = None if inputs.mask is None else narrowed(inputs.mask)
     if bias is not None and bias.dtype != problem.dtype:
         bias = bias.to(problem.state_dtype)
     if mask is None:
@@ -163,7 +156,7 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
         out, lse = kernel.forward(q[:, :, part.row :], k[:, :, keys], v[:, :, keys], cut, part.causal, scale)
         states.append((out.transpose(1, 2), lse))
     if len(states) == 2:
-        states = [merge_states(*states[0], *states[1])]
+        states = [_anew_where_large(problem, inputs, added, merge_states(*states[0], *states[1]))]
     if states and not found[0].row:
         return states[0]
     full_out = inputs.q.new_zeros((*inputs.q.shape[:-1], problem.headdim_v))
@@ -171,6 +164,23 @@ def _forward(problem: Problem, inputs: Inputs) -> State:
     for out, lse in states:
         full_out[:, found[0].row :], full_lse[:, :, found[0].row :] = out, lse
     return full_out, full_lse
+
+
+def _anew_where_large(problem: Problem, inputs: Inputs, added: torch.Tensor | None, merged: State) -> State:
+    """The rows whose lse is too large for the weights of a merge, computed in one piece: as a rule, none."""
+    out, lse = merged
+    limit = kernel.LSE_LIMIT[problem.dtype]
+    if _largest(lse) <= limit:
+        return merged
+    large = (lse.abs() > limit) & lse.isfinite()
+    if not bool(large.any()):
+        return merged
+    at = large.flatten(0, 1).any(0).nonzero()[:, 0]
+    pairs = rowwise.Pairs(at, problem.seqlen_k, added, band(problem).upper, problem.state_dtype)
+    q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+    out_rows, lse[:, :, at] = rowwise.forward(q, k, v, pairs, problem.softmax_scale)
+    out[:, at] = out_rows.transpose(1, 2)
+    return out, lse
 
 
 def _backward(

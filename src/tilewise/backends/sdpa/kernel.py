@@ -5,6 +5,7 @@ What it really does (torch 2.11 to 2.13; tests/sdpa/test_kernel_facts.py holds t
 - a row that sees no key gets lse 0 (not -inf), and so does a row of NaN scores when there are fewer keys than one
   vector register holds; both show as an lse of exactly 0;
 - a NaN in a masked key, or in a query that sees nothing, spreads;
+- what is added reaches the pairs above the triangle too, where NaN and +inf make a NaN of the row;
 - its backward recomputes P as exp(s - lse), whose error grows with lse: in fp32 over twice plain torch's from about 60.
 
 Heads come second here: q (batch, nheads, rows, headdim), as torch's kernel wants it.
@@ -28,7 +29,8 @@ call = getattr(
 )
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget.
+# |lse| from which exp(s - lse), with s computed anew, is too far from the forward's P for the error budget. Of the
+# weights exp(lse_part - lse) of two parts the same is true.
 LSE_LIMIT = {torch.float64: 2.0**5, torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 # Keys of the widest vector register (16 fp32 numbers): with fewer, the kernel loses NaN rows.
 LANES = 16
@@ -98,11 +100,32 @@ def visibility(added: torch.Tensor, rows: int, causal: bool) -> Visibility:
     keep = added != -torch.inf
     if causal and keep.shape[2] > 1 and keep.shape[3] > 1:
         keep = keep.tril()
-    seen, keys = keep.any(-1), keep.any(-2)
-    if causal and keep.shape[2] == 1 and keep.shape[3] > 1:
-        first = keep.to(torch.uint8).argmax(-1)
-        seen = seen & (first <= torch.arange(rows, device=added.device))
-    return Visibility(seen, keys)
+    return Visibility(_rows_with_any(keep, rows, causal), keep.any(-2))
+
+
+def _rows_with_any(pairs: torch.Tensor, rows: int, causal: bool) -> torch.Tensor:
+    """Rows for which some pair is True, under the triangle if ``causal``; broadcast dimensions stay 1."""
+    if not causal or pairs.shape[3] == 1:
+        return pairs.any(-1)
+    if pairs.shape[2] > 1:
+        return pairs.tril().any(-1)
+    first = pairs.to(torch.uint8).argmax(-1)
+    return pairs.any(-1) & (first <= torch.arange(rows, device=pairs.device))
+
+
+class Harmless(NamedTuple):
+    """What is added without its NaN and +inf, and the rows (as in Visibility) that see one and so are NaN."""
+
+    added: torch.Tensor
+    lost: torch.Tensor | None
+
+
+def harmless(added: torch.Tensor, rows: int, causal: bool) -> Harmless:
+    """Above the triangle nothing that is added may matter; below it NaN and +inf are the rows' own."""
+    if not causal:
+        return Harmless(added, None)
+    spoils = ~(added < torch.inf)
+    return Harmless(added.masked_fill(spoils, 0.0), _rows_with_any(spoils, rows, causal))
 
 
 def clean_keys(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -130,11 +153,15 @@ def forward(
         return out, lse
     seen = visibility(added, q.shape[2], causal)
     k, v = clean_keys(k, seen.keys), clean_keys(v, seen.keys)
+    added, lost = harmless(added, q.shape[2], causal)
     out, lse = call(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     if k.shape[2] < LANES:
         _restore_nan(q, k, added, causal, scale, out, lse)
     out.masked_fill_(~seen.rows[..., None], 0.0)
     lse.masked_fill_(~seen.rows, -torch.inf)
+    if lost is not None:
+        out.masked_fill_(lost[..., None], torch.nan)
+        lse.masked_fill_(lost, torch.nan)
     return out, lse
 
 
@@ -191,7 +218,8 @@ def backward(
     if added is None or _is_finite(*grads):
         return grads
     seen = visibility(added, rows.q.shape[2], causal)
-    return _call_backward(rows, clean_keys(k, seen.keys), clean_keys(v, seen.keys), added, causal, scale)
+    k, v = clean_keys(k, seen.keys), clean_keys(v, seen.keys)
+    return _call_backward(rows, k, v, harmless(added, rows.q.shape[2], causal).added, causal, scale)
 
 
 def _call_backward(
