@@ -209,6 +209,40 @@ def test_finite_minimum_bias_is_a_bias_in_the_gradients_too() -> None:
     torch.testing.assert_close(dv, torch.full_like(dv, 1 / 3))
 
 
+def far_below(terms: tuple[str, ...]) -> dict[str, object]:
+    """Options whose scores lie so far from 0 that the order of their additions decides which of them count."""
+    options = {
+        "bias": torch.full((3, 3), torch.finfo(torch.float32).min),
+        "alibi_slopes": torch.ones(1),
+        "softcap": 2.0,
+        "sink": torch.full((1,), torch.finfo(torch.float32).min),
+    }
+    return {name: options[name] for name in terms}
+
+
+@pytest.mark.parametrize("depth", [-1e8, -1e20, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    "terms",
+    [("bias", "alibi_slopes"), ("bias", "softcap"), ("bias", "sink"), ("bias", "alibi_slopes", "softcap", "sink")],
+    ids="+".join,
+)
+def test_derivatives_add_the_scores_in_the_order_of_the_forward(terms: tuple[str, ...], depth: float) -> None:
+    tensors = tuple(torch.randn(1, 3, 1, 4, requires_grad=True) for _ in range(3))
+    tangents = tuple(torch.randn(1, 3, 1, 4) for _ in range(3))
+    options = far_below(terms)
+    options["bias"] = torch.full((3, 3), depth)
+    results = []
+    for backend in ("cpu", "reference"):
+
+        def call(*given: torch.Tensor, backend: str = backend) -> torch.Tensor:
+            return tilewise.attention(*given, **options, backend=backend)
+
+        grads = torch.autograd.grad(call(*tensors).square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), tensors)
+        results.append((call(*tensors), torch.func.jvp(call, tensors, tangents), grads, second))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_nan_queries_give_nan_rows_and_leave_the_others_alone() -> None:
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
     q[0, 7] = torch.nan
