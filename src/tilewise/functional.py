@@ -99,7 +99,7 @@ def attention(
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k); True = the pair takes part. Causal, window,
             segments and mask AND together. A padding mask (batch, seqlen_k) goes in as ``mask[:, None, None, :]``.
         bias: float, added to the scores, broadcastable like mask; may require grad. Finite values never exclude.
-        softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off.
+        softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off, any other c must be from 1e-12 to 1e12.
         alibi_slopes: (nheads,) or (batch, nheads), float; may require grad.
         sink: (nheads,) or (batch, nheads): a logit in the denominator that has no value; may require grad.
         dropout_p: probability in [0, 1] that a pair's weight is dropped after the softmax; the others are multiplied
