@@ -54,7 +54,7 @@ def _fold(name: str, value: torch.Tensor, dim: int | None, sizes: _Sizes, whole:
 def _unfold_gradient(grad: torch.Tensor, own_shape: torch.Size, sizes: _Sizes) -> torch.Tensor:
     """A folded gradient as one per sample, summed over the batch where its tensor had no batch of its own."""
     grad = grad.unflatten(0, sizes)  # type: ignore[no-untyped-call]
-    if grad[0].shape == own_shape:
+    if grad.shape[1:] == own_shape:
         return grad
     return grad.sum(1).reshape(sizes.samples, *own_shape)
 

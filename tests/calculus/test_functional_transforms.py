@@ -195,3 +195,23 @@ def test_forward_mode_of_forward_mode_is_refused_by_name(backend: str) -> None:
 
     with pytest.raises(NotImplementedError, match="forward mode of forward mode"):
         jvp(first, (x,), (torch.ones_like(x),))
+
+
+def test_vmap_over_no_samples_has_gradients_of_their_shapes(backend: str) -> None:
+    shapes = [(2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 3)]
+    q, k, v = (torch.randn(0, *shape) for shape in shapes)
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(*given, backend=backend)
+
+    for in_dims, tensors in (
+        ((0, 0, 0), (q, k, v)),
+        ((0, None, None), (q, torch.randn(shapes[1]), torch.randn(shapes[2]))),
+    ):
+        for argnums in (0, 1, 2):
+            mapped = vmap(grad(lambda *t: call(*t).sum(), argnums=argnums), in_dims)(*tensors)
+            assert mapped.shape == (0, *shapes[argnums])
+    bias = torch.randn(0, 1, 4, 5)
+    tensors = [torch.randn(shape) for shape in shapes]
+    by_bias = vmap(grad(lambda b: tilewise.attention(*tensors, bias=b, backend=backend).sum()))(bias)
+    assert by_bias.shape == bias.shape
