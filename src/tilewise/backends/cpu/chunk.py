@@ -45,9 +45,9 @@ class Rows:
 class KnownRows(Rows):
     """One block of query rows whose lse is known, for the passes that recompute P.
 
-    ``lse`` is 0 where it is -inf, the rows that are ``empty``. Where nothing is added to the product, the last
-    column of ``q`` holds -lse against a column of ones, so that the product gives s - lse; ``q_plain`` is without it. ``normaliser`` (None: 1) multiplies P where lse
-    alone is too coarse.
+    ``lse`` is 0 where it is -inf, the rows that are ``empty``. Where nothing is added to the product, the last column
+    of ``q`` holds -lse against a column of ones, so that the product gives s - lse; ``q_plain`` is without it.
+    ``normaliser`` (None: 1) multiplies P where lse alone is too coarse.
     """
 
     q_plain: torch.Tensor
