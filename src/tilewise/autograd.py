@@ -36,6 +36,8 @@ _COUNT = len(GRAD_NAMES)
 _NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_MAPPING: Any = torch._C._dispatch_key_parse("VmapMode")
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
@@ -44,6 +46,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or _is_included(_MAPPING)  # is_grads_batched and vectorize=True, whose tensors look ordinary
     ):
         return False
     for tensor in tensors:
