@@ -269,12 +269,38 @@ class Jvp(torch.autograd.Function):
 
 
 class Second(torch.autograd.Function):
-    """S: its own derivatives would be of third order."""
+    """S: linear in its tangents, and symmetric as the Hessian it is; by anything else it would be of third order."""
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
         *tensors, rest = flat
+        _save(ctx, tensors, rest)
         return tuple(_run("second", tensors, rest))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """By the tangents alone: a node of ``Constant`` stands behind every other tensor."""
+        spread: list[Grad] = [None] * (len(ctx.saved_tensors) + 1)
+        moving = tuple(name for index, name in enumerate(GRAD_NAMES) if ctx.needs_input_grad[index])
+        if moving and any(grad is not None for grad in grads):
+            six = _six(ctx.rest[_NEEDS], grads)
+            others = ctx.saved_tensors[_COUNT:]
+            by_tangents = torch.ops.tilewise.second.default(*six, *others, *asking(ctx.rest, moving))
+            spread[:_COUNT] = _six(moving, by_tangents)
+        return tuple(spread)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(torch.ops.tilewise.second.default(*tangents[:_COUNT], *ctx.saved_tensors[_COUNT:], *ctx.rest))
+
+
+class Constant(torch.autograd.Function):
+    """What S has no derivative by: the tensor itself, and a refusal that only a derivative through it comes to."""
+
+    @staticmethod
+    def forward(ctx: Any, *flat: Any) -> Any:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # for the outer torch.func levels
+            return flat[0].view_as(flat[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -349,6 +375,9 @@ def _kernel(name: str) -> Any:
         if not _is_recorded(tensors):
             return _run(name, tensors, rest)
         unknown = (None, None) if name == "forward" else ()  # neither plan nor state
+        if name == "second":
+            others = (t if t is None or not t.is_floating_point() else _apply(Constant, t) for t in tensors[_COUNT:])
+            tensors = (*tensors[:_COUNT], *others)
         result = _apply(_FUNCTIONS[name], *tensors, rest, *unknown)
         return list(result) if listed else result
 
