@@ -36,6 +36,8 @@ _COUNT = len(GRAD_NAMES)
 _NEEDS = Arguments._fields.index("needs_grad") - TENSOR_COUNT
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_MAPPING: Any = torch._C._dispatch_key_parse("VmapMode")
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
@@ -44,6 +46,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or _is_included(_MAPPING)  # is_grads_batched and vectorize=True, whose tensors look ordinary
     ):
         return False
     for tensor in tensors:
@@ -266,12 +269,38 @@ class Jvp(torch.autograd.Function):
 
 
 class Second(torch.autograd.Function):
-    """S: its own derivatives would be of third order."""
+    """S: linear in its tangents, and symmetric as the Hessian it is; by anything else it would be of third order."""
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Any:
         *tensors, rest = flat
+        _save(ctx, tensors, rest)
         return tuple(_run("second", tensors, rest))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """By the tangents alone: a node of ``Constant`` stands behind every other tensor."""
+        spread: list[Grad] = [None] * (len(ctx.saved_tensors) + 1)
+        moving = tuple(name for index, name in enumerate(GRAD_NAMES) if ctx.needs_input_grad[index])
+        if moving and any(grad is not None for grad in grads):
+            six = _six(ctx.rest[_NEEDS], grads)
+            others = ctx.saved_tensors[_COUNT:]
+            by_tangents = torch.ops.tilewise.second.default(*six, *others, *asking(ctx.rest, moving))
+            spread[:_COUNT] = _six(moving, by_tangents)
+        return tuple(spread)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(torch.ops.tilewise.second.default(*tangents[:_COUNT], *ctx.saved_tensors[_COUNT:], *ctx.rest))
+
+
+class Constant(torch.autograd.Function):
+    """What S has no derivative by: the tensor itself, and a refusal that only a derivative through it comes to."""
+
+    @staticmethod
+    def forward(ctx: Any, *flat: Any) -> Any:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # for the outer torch.func levels
+            return flat[0].view_as(flat[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -346,6 +375,9 @@ def _kernel(name: str) -> Any:
         if not _is_recorded(tensors):
             return _run(name, tensors, rest)
         unknown = (None, None) if name == "forward" else ()  # neither plan nor state
+        if name == "second":
+            others = (t if t is None or not t.is_floating_point() else _apply(Constant, t) for t in tensors[_COUNT:])
+            tensors = (*tensors[:_COUNT], *others)
         result = _apply(_FUNCTIONS[name], *tensors, rest, *unknown)
         return list(result) if listed else result
 

@@ -26,6 +26,7 @@ _FIELDS = {
 _PER_BATCH = {"q", "k", "v", "dout", "out", "dlse", "lse", "segments_q", "segments_k"}
 _SCORES = {"bias", "mask"}
 _HEADS = {"alibi_slopes", "sink"}
+_LEVELS = 64  # as many as torch's vmap inside torch.autograd has
 
 
 class _Sizes(NamedTuple):
@@ -54,7 +55,7 @@ def _fold(name: str, value: torch.Tensor, dim: int | None, sizes: _Sizes, whole:
 def _unfold_gradient(grad: torch.Tensor, own_shape: torch.Size, sizes: _Sizes) -> torch.Tensor:
     """A folded gradient as one per sample, summed over the batch where its tensor had no batch of its own."""
     grad = grad.unflatten(0, sizes)  # type: ignore[no-untyped-call]
-    if grad[0].shape == own_shape:
+    if grad.shape[1:] == own_shape:
         return grad
     return grad.sum(1).reshape(sizes.samples, *own_shape)
 
@@ -106,6 +107,45 @@ def _folded(name: str, samples: int, in_dims: Sequence[Any], flat: Sequence[Any]
         return [result.unflatten(0, sizes) for result in results]
     shapes = [_own_shape(values[grad], dims[grad]) for grad in GRAD_NAMES if grad in needed]
     return [_unfold_gradient(grad, shape, sizes) for grad, shape in zip(results, shapes, strict=True)]
+
+
+class _Mapped(NamedTuple):
+    """What ``rule`` reads of torch's own description of a vmap."""
+
+    batch_size: int
+
+
+def _unwrapped(value: Any) -> tuple[Any, int | None]:
+    """A tensor of the vmap inside torch.autograd without its wrapper, and its level; what is not one, and None.
+
+    The wrapper keeps its level to itself. Removed at another level, it stays, behind a new first dimension.
+    """
+    if not (isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)):
+        return value, None
+    for level in range(1, _LEVELS + 1):
+        plain = torch._remove_batch_dim(value, level, 1, 0)
+        if not torch._C._functorch.is_legacy_batchedtensor(plain):
+            return plain, level
+    raise NotImplementedError(
+        "tilewise: is_grads_batched or vectorize=True inside another is not implemented; use torch.func.vmap, jacrev, "
+        "jacfwd or hessian"
+    )
+
+
+def inner_rule(name: str) -> Callable[..., Any]:
+    """The same for the vmap inside torch.autograd: is_grads_batched, and vectorize=True of jacobian and hessian."""
+    folded = rule(name)
+
+    def batched(*flat: Any) -> Any:
+        values, levels = zip(*map(_unwrapped, flat), strict=True)
+        level = next(level for level in levels if level is not None)
+        samples = next(value.shape[0] for value, own in zip(values, levels, strict=True) if own is not None)
+        in_dims = [None if own is None else 0 for own in levels]
+        results, _ = folded(_Mapped(samples), in_dims, *values)
+        wrapped = [torch._add_batch_dim(result, 0, level) for result in results]
+        return wrapped if isinstance(results, list) else tuple(wrapped)
+
+    return batched
 
 
 def rule(name: str) -> Callable[..., Any]:

@@ -101,7 +101,7 @@ def attention(
         bias: float, added to the scores, broadcastable like mask; may require grad. Finite values never exclude.
             Scores are fp32 unless q is fp64, so of an fp64 bias (or fp64 alibi_slopes, sink) beside other q a finite
             number beyond fp32's range counts as the largest fp32 number of its sign.
-        softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off.
+        softcap: c > 0 gives c * tanh(s / c) before the bias; 0 is off, any other c must be from 1e-12 to 1e12.
         alibi_slopes: (nheads,) or (batch, nheads), float; may require grad.
         sink: (nheads,) or (batch, nheads): a logit in the denominator that has no value; may require grad.
         dropout_p: probability in [0, 1] that a pair's weight is dropped after the softmax; the others are multiplied

@@ -209,3 +209,4 @@ for _name, _function in IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _FAKES[_name], lib=LIBRARY)
     torch.library.register_vmap(f"tilewise::{_name}", batching.rule(_name), lib=LIBRARY)
+    LIBRARY.impl(_name, batching.inner_rule(_name), "Batched")

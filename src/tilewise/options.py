@@ -17,6 +17,8 @@ from tilewise.problem import GRAD_NAMES
 _CAUSAL: dict[Any, str] = {"bottom_right": "bottom_right", "top_left": "top_left"}
 _UNCAST = (torch.float64, FP8)
 _LARGEST = int(sys.float_info.max)
+# A fp32 score divided by the cap, and a gradient multiplied by it, keep within fp32; beyond, one of them need not.
+SOFTCAP_LEAST, SOFTCAP_MOST = 1e-12, 1e12
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -98,10 +100,13 @@ def scale(value: Any) -> float | None:
 
 
 def softcap(value: Any) -> float:
-    """A finite number >= 0; None is 0, off."""
+    """0 or a number that fp32 can divide scores by; None is 0, off."""
     number = 0.0 if value is None else _finite("softcap", value)
     if number < 0:
         raise InvalidInput(f"softcap: is {value}, must be at least 0; 0 is off")
+    if number != 0 and (number < SOFTCAP_LEAST or number > SOFTCAP_MOST):
+        allowed = f"between {SOFTCAP_LEAST:g} and {SOFTCAP_MOST:g}, or 0, which is off"
+        raise InvalidInput(f"softcap: is {value}, must be {allowed}")
     return number
 
 

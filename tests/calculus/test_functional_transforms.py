@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, functional
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tilewise
@@ -195,3 +195,58 @@ def test_forward_mode_of_forward_mode_is_refused_by_name(backend: str) -> None:
 
     with pytest.raises(NotImplementedError, match="forward mode of forward mode"):
         jvp(first, (x,), (torch.ones_like(x),))
+
+
+def test_vmap_over_no_samples_has_gradients_of_their_shapes(backend: str) -> None:
+    shapes = [(2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 3)]
+    q, k, v = (torch.randn(0, *shape) for shape in shapes)
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(*given, backend=backend)
+
+    for in_dims, tensors in (
+        ((0, 0, 0), (q, k, v)),
+        ((0, None, None), (q, torch.randn(shapes[1]), torch.randn(shapes[2]))),
+    ):
+        for argnums in (0, 1, 2):
+            mapped = vmap(grad(lambda *t: call(*t).sum(), argnums=argnums), in_dims)(*tensors)
+            assert mapped.shape == (0, *shapes[argnums])
+    bias = torch.randn(0, 1, 4, 5)
+    tensors = [torch.randn(shape) for shape in shapes]
+    by_bias = vmap(grad(lambda b: tilewise.attention(*tensors, bias=b, backend=backend).sum()))(bias)
+    assert by_bias.shape == bias.shape
+
+
+TINY = {"batch": 1, "seqlen_q": 2, "seqlen_k": 3, "nheads": 2, "nheads_k": 1, "headdim": 2, "headdim_v": 2}
+
+
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+def test_vectorised_jacobians_and_hessians_are_those_of_the_loop(features: tuple[str, ...], backend: str) -> None:
+    mine, _, tensors = pair(features, backend, **TINY)
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        return mine(*given).sin().sum()
+
+    looped = functional.jacobian(mine, tensors)
+    for strategy in ("reverse-mode", "forward-mode"):
+        torch.testing.assert_close(functional.jacobian(mine, tensors, vectorize=True, strategy=strategy), looped)
+    looped = functional.hessian(loss, tensors)
+    for strategy in ("reverse-mode", "forward-mode"):
+        mapped = functional.hessian(loss, tensors, vectorize=True, outer_jacobian_strategy=strategy)
+        torch.testing.assert_close(mapped, looped)
+
+
+def test_batched_cotangents_give_the_gradients_of_each(backend: str) -> None:
+    sample = make(Spec(dtype=FP64, features=("bias", "sink", "alibi"), requires_grad="all", **TINY))
+    leaves = tuple(sample.differentiable().values())
+    out = tilewise.attention_with_lse(sample.q, sample.k, sample.v, **sample.options, backend=backend)
+    cotangents = [torch.randn(3, *t.shape, dtype=t.dtype) for t in out]
+    mapped = torch.autograd.grad(out, leaves, cotangents, retain_graph=True, is_grads_batched=True)
+    looped = [torch.autograd.grad(out, leaves, [c[index] for c in cotangents], retain_graph=True) for index in range(3)]
+    torch.testing.assert_close(mapped, tuple(torch.stack(grads) for grads in zip(*looped, strict=True)))
+    packed = torch.randn(5, 2, 4, dtype=FP64, requires_grad=True)
+    out = tilewise.attention_varlen(packed, packed, packed, cu_seqlens_q=torch.tensor([0, 2, 5]), backend=backend)
+    cotangents = torch.randn(3, *out.shape, dtype=FP64)
+    (mapped,) = torch.autograd.grad(out, packed, cotangents, retain_graph=True, is_grads_batched=True)
+    looped = [torch.autograd.grad(out, packed, c, retain_graph=True)[0] for c in cotangents]
+    torch.testing.assert_close(mapped, torch.stack(looped))

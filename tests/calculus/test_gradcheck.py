@@ -138,3 +138,18 @@ def test_a_third_derivative_is_refused(backend: str) -> None:
         value = grad.square().sum()
     with pytest.raises(NotImplementedError, match="third"):
         torch.autograd.grad(value, x)
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "bias", "softcap", "alibi", "sink", "dropout"])
+def test_hvp_by_the_double_backward_trick_is_vhp(feature: str, backend: str) -> None:
+    sample = make(Spec(features=() if feature == "plain" else (feature,), **TINY), seed=6)
+    call, tensors = call_of(sample, backend)
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        out, lse = call(*given)
+        return out.sin().sum() + lse.square().sum()
+
+    inputs = tuple(t.detach() for t in tensors)
+    along = tuple(torch.randn_like(t) for t in inputs)
+    mine = torch.autograd.functional.hvp(loss, inputs, along)
+    torch.testing.assert_close(mine, torch.autograd.functional.vhp(loss, inputs, along))

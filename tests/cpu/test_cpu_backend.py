@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import masks
+from tilewise import masks, options
 from tilewise.backends.cpu import BACKEND as CPU
 from tilewise.backends.cpu.chunk import bounded_units, exponential
 from tilewise.backends.cpu.layout import Span
@@ -207,6 +207,63 @@ def test_finite_minimum_bias_is_a_bias_in_the_gradients_too() -> None:
     torch.testing.assert_close(out[0, 0, 0], v[0, :, 0].mean(0))
     (dv,) = torch.autograd.grad(out[0, 0].sum(), v)
     torch.testing.assert_close(dv, torch.full_like(dv, 1 / 3))
+
+
+def far_below(terms: tuple[str, ...]) -> dict[str, object]:
+    """Options whose scores lie so far from 0 that the order of their additions decides which of them count."""
+    given = {
+        "bias": torch.full((3, 3), torch.finfo(torch.float32).min),
+        "alibi_slopes": torch.ones(1),
+        "softcap": 2.0,
+        "sink": torch.full((1,), torch.finfo(torch.float32).min),
+    }
+    return {name: given[name] for name in terms}
+
+
+@pytest.mark.parametrize("depth", [-1e8, -1e20, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    "terms",
+    [("bias", "alibi_slopes"), ("bias", "softcap"), ("bias", "sink"), ("bias", "alibi_slopes", "softcap", "sink")],
+    ids="+".join,
+)
+def test_derivatives_add_the_scores_in_the_order_of_the_forward(terms: tuple[str, ...], depth: float) -> None:
+    tensors = tuple(torch.randn(1, 3, 1, 4, requires_grad=True) for _ in range(3))
+    tangents = tuple(torch.randn(1, 3, 1, 4) for _ in range(3))
+    terms_given = {**far_below(terms), "bias": torch.full((3, 3), depth)}
+    results = []
+    for backend in ("cpu", "reference"):
+
+        def call(*given: torch.Tensor, backend: str = backend) -> torch.Tensor:
+            return tilewise.attention(*given, **terms_given, backend=backend)
+
+        grads = torch.autograd.grad(call(*tensors).square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), tensors)
+        results.append((call(*tensors), torch.func.jvp(call, tensors, tangents), grads, second))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.rooms("cpu", "reference")
+@pytest.mark.parametrize("size", [1e-4, 1.0, 10.0])
+@pytest.mark.parametrize("softcap", [options.SOFTCAP_LEAST, options.SOFTCAP_MOST])
+def test_caps_at_the_ends_of_their_range_are_right(softcap: float, size: float, backend: str) -> None:
+    given = [torch.randn(1, 9, 2, 8) * scale for scale in (size, 1.0, 1.0)]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        tensors = tuple(t.to(dtype).requires_grad_() for t in given)
+
+        def call(*t: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            if dtype == torch.float64:
+                return attention_oracle(*t, softcap=softcap)[0]
+            return tilewise.attention(*t, softcap=softcap, backend=backend)
+
+        out = call(*tensors)
+        grads = torch.autograd.grad(out.square().sum(), tensors)
+        _, along = torch.func.jvp(call, tensors, tensors)
+        results.append([t.double() for t in (out, *grads, along)])
+    for actual, expected in zip(*results, strict=True):
+        error = (actual - expected).norm()
+
+        assert float(error) <= 1e-5 * float(expected.norm())
 
 
 def test_nan_queries_give_nan_rows_and_leave_the_others_alone() -> None:

@@ -45,9 +45,9 @@ class Rows:
 class KnownRows(Rows):
     """One block of query rows whose lse is known, for the passes that recompute P.
 
-    ``lse`` is 0 where it is -inf, the rows that are ``empty``. The last column of ``q`` holds -lse against a column of
-    ones, so that the product gives s - lse; ``q_plain`` is without it. ``normaliser`` (None: 1) multiplies P where lse
-    alone is too coarse.
+    ``lse`` is 0 where it is -inf, the rows that are ``empty``. Where nothing is added to the product, the last column
+    of ``q`` holds -lse against a column of ones, so that the product gives s - lse; ``q_plain`` is without it.
+    ``normaliser`` (None: 1) multiplies P where lse alone is too coarse.
     """
 
     q_plain: torch.Tensor
@@ -70,7 +70,9 @@ class Chunk:
         self.visibility, self.span, self.scratch = visibility, span, scratch
         self.group, self.dtype = self.problem.group, self.problem.state_dtype
         self.scale = self.problem.softmax_scale / (self.problem.softcap or 1.0)
-        self.fold = ones and not self.problem.softcap
+        # what the forward pass adds to the product is added before lse goes, or it would round otherwise than there
+        plain = not self.problem.softcap and self.inputs.bias is None and self.inputs.alibi_slopes is None
+        self.fold = ones and plain
         self.q = self.row_side(self.inputs.q)
         self.seen: torch.Tensor | None = None
         k = load_keys(self.inputs.k, span, scratch, "k", scale=self.scale, ones=ones)
@@ -178,12 +180,12 @@ class Chunk:
         if self.problem.softcap:
             tanh = torch.tanh(s, out=self.tanh(s))
             torch.mul(tanh, self.problem.softcap, out=s)
-            if isinstance(block, KnownRows):
-                s -= block.lse
         if self.inputs.bias is not None:
             self.five(s, tile).add_(self.pair_view(self.inputs.bias, tile))
         if self.inputs.alibi_slopes is not None:
             s -= self.per_head(self.inputs.alibi_slopes, tile.queries) * self.distance(tile)
+        if isinstance(block, KnownRows) and not self.fold:
+            s -= block.lse
         return s
 
     def distance(self, tile: Tile) -> torch.Tensor:
