@@ -35,6 +35,12 @@ def problem(**changes: Any) -> Problem:
     return Problem(**(SMALL | changes))
 
 
+def test_large_softcaps_go_elsewhere() -> None:
+    assert not BACKEND.supports(problem(softcap=4096.0), H200)
+    (reason,) = BACKEND.supports(problem(softcap=4097.0), H200)
+    assert (reason.what, reason.has, reason.needs) == ("softcap", "4097", "at most 4096")
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_is_chosen_for_capped_scores(headdim: int) -> None:
     long = problem(
