@@ -55,7 +55,11 @@ def key_of(*plain: Any) -> Key | None:
 
 def recall(key: Key, q: Any, k: Any, v: Any) -> torch.Tensor | None:
     """out of the call that this one repeats; None if there is none."""
-    for call in CALLS.get(key, ()):
+    calls = CALLS.get(key, ())
+    # the guard asks for strides, and a nested tensor's end the process
+    if calls and any(getattr(tensor, "is_nested", False) for tensor in (q, k, v)):
+        return None
+    for call in calls:
         if call.guard(q, k, v):
             return call.run(q, k, v)
     return None

@@ -105,6 +105,16 @@ def test_each_wrong_argument_is_named_with_what_it_was(function: Callable, chang
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_nested_tensor_after_a_call_that_is_remembered() -> None:
+    """torch's guard on the remembered tensors asked it for strides, which ended the process."""
+    q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (Q, K, V.clone()))
+    tilewise.attention(q, k, v)
+    nested = torch.nested.nested_tensor([Q[0], Q[1, :3]])
+    for tensors in ((nested, K, V), (Q, nested, V), (Q, K, nested)):
+        with pytest.raises(InvalidType, match="nested"):
+            tilewise.attention(*tensors)
+
+
 VARLEN = [
     ({"cu_seqlens_q": torch.tensor([1, 5, 10])}, ["cu_seqlens_q", "start with 0"]),
     ({"cu_seqlens_q": torch.tensor([0, 7, 5])}, ["cu_seqlens_q", "not decrease"]),
