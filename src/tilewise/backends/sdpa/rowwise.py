@@ -36,16 +36,17 @@ class Pairs(NamedTuple):
         for start in range(0, len(self.at), block):
             span = slice(start, min(start + block, len(self.at)))
             rows = self.at[span]
-            tile = torch.zeros(1, 1, len(rows), self.seqlen_k, dtype=self.dtype)
+            tile = torch.zeros(1, 1, len(rows), self.seqlen_k, dtype=self.dtype, device=rows.device)
             if self.added is not None:
                 tile = tile + (self.added if self.added.shape[2] == 1 else self.added[:, :, rows])
             if self.upper is not None:
-                tile = tile.masked_fill(torch.arange(self.seqlen_k) > rows[:, None] + self.upper, -torch.inf)
+                keys = torch.arange(self.seqlen_k, device=rows.device)
+                tile = tile.masked_fill(keys > rows[:, None] + self.upper, -torch.inf)
             yield span, tile
 
     def seen(self, heads: int) -> torch.Tensor:
         """Which keys some row sees, (batch or 1, nheads or 1, seqlen_k)."""
-        result = torch.zeros(1, 1, self.seqlen_k, dtype=torch.bool)
+        result = torch.zeros(1, 1, self.seqlen_k, dtype=torch.bool, device=self.at.device)
         for _, tile in self.blocks(heads):
             result = result | (tile != -torch.inf).any(2)
         return result
@@ -84,7 +85,7 @@ def backward(
     """(dq, dk, dv) in the state dtype; row i of ``rows`` sees the keys j with j - i <= upper (None: all of them)."""
     seqlen_k, dtype = k.shape[2], rows.lse.dtype
     heads, group = rows.q.shape[0] * rows.q.shape[1], rows.q.shape[1] // k.shape[1]
-    pairs = Pairs(torch.arange(rows.q.shape[2]), seqlen_k, added, upper, dtype)
+    pairs = Pairs(torch.arange(rows.q.shape[2], device=k.device), seqlen_k, added, upper, dtype)
     seen = pairs.seen(heads)
     # k and v as (batch, nheads_k, 1, seqlen_k, dim) beside q as (batch, nheads_k, group, rows, dim)
     k, v = (clean_keys(t, seen).to(dtype)[:, :, None] for t in (k, v))
