@@ -212,7 +212,7 @@ QUICK_SCORES = [
     ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
     ("bias", "causal", 64), ("alibi", "causal", 64), ("softcap", "causal", 64), ("bias", "window", 256),
     ("dropout+bias", "plain", 64), ("dropout", "unseen", 128), ("bias", "unseen", 64),
-    ("dropout+segments", "plain", 128), ("dropout+mask+bias", "plain", 256),
+    ("dropout+segments", "plain", 128),
 ]  # fmt: skip
 
 
