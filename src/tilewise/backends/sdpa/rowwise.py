@@ -57,11 +57,6 @@ def _grouped(tensor: torch.Tensor, group: int) -> torch.Tensor:
     return tensor.reshape(tensor.shape[0], -1, group, *tensor.shape[2:])
 
 
-def _grouped_pairs(tile: torch.Tensor, group: int) -> torch.Tensor:
-    """What is added to scores, broadcastable to (batch, nheads_k, group, rows, seqlen_k)."""
-    return _grouped(tile, group) if tile.shape[1] > 1 else tile[:, :, None]
-
-
 def _softmax(s: torch.Tensor) -> torch.Tensor:
     """Probabilities of each row; zeros for a row of -inf."""
     top = s.amax(-1, keepdim=True)
@@ -93,7 +88,8 @@ def backward(
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for span, tile in pairs.blocks(heads):
         q, out, dout = (_grouped(t[:, :, span].to(dtype), group) for t in (rows.q, rows.out, rows.dout))
-        p = _softmax(scale * (q @ k.mT) + _grouped_pairs(tile, group))
+        tile = _grouped(tile, group) if tile.shape[1] > 1 else tile[:, :, None]
+        p = _softmax(scale * (q @ k.mT) + tile)
         delta = (dout * out).sum(-1)
         if rows.dlse is not None:
             delta = delta - _grouped(rows.dlse[:, :, span], group)
