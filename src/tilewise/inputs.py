@@ -173,21 +173,24 @@ def _bind(row: Row, tensor: torch.Tensor, sizes: dict[str, int], arguments: Argu
     known = {name: sizes[name] for shape in row.shapes for name in shape if name in sizes}
     numbers = ", ".join(f"{name} {size}" for name, size in known.items())
     verb = "broadcast to" if row.broadcast else "be"
+    of_keys = row.broadcast and has == (sizes["batch"], sizes["seqlen_k"])
     raise InvalidInput(
         f"{row.name}: shape is {has}, must {verb} {' or '.join(_words(shape) for shape in row.shapes)}"
         + (f" with {numbers}" if numbers else "")
+        + (f" (for one of each sequence's keys pass {row.name}[:, None, None, :])" if of_keys else "")
         + f"; got {_three_shapes(arguments)}"
     )
 
 
-def _check_heads(sizes: dict[str, int], arguments: Arguments) -> None:
+def _check_heads(rows: tuple[Row, ...], sizes: dict[str, int], arguments: Arguments) -> None:
     for name in ("headdim", "headdim_v"):
         if sizes[name] < 1:
             raise InvalidInput(f"{name}: is {sizes[name]}, must be at least 1; got {_three_shapes(arguments)}")
     nheads, nheads_k = sizes["nheads"], sizes["nheads_k"]
     if (nheads_k == 0 and nheads != 0) or (nheads_k != 0 and nheads % nheads_k):
         raise InvalidInput(
-            f"nheads: is {nheads}, must be a multiple of nheads_k, which is {nheads_k}; got {_three_shapes(arguments)}"
+            f"nheads: is {nheads}, must be a multiple of nheads_k, which is {nheads_k}; got {_three_shapes(arguments)},"
+            f" whose order is {_words(rows[0].shapes[0])}"
         )
 
 
@@ -226,14 +229,15 @@ def _sizes(arguments: Arguments) -> dict[str, int]:
     check_tensors(arguments)
     varlen = arguments.cu_seqlens_q is not None
     sizes: dict[str, int] = {}
-    for row in _VARLEN if varlen else _DENSE:
+    rows = _VARLEN if varlen else _DENSE
+    for row in rows:
         _bind(row, getattr(arguments, row.name), sizes, arguments)
     if varlen:
         sizes["batch"] = sizes["batch + 1"] - 1
         if sizes["batch"] < 0:
             raise InvalidInput("cu_seqlens_q: must hold at least the offset 0, is empty")
         sizes["seqlen_q"], sizes["seqlen_k"] = sizes["total_q"], sizes["total_k"]
-    _check_heads(sizes, arguments)
+    _check_heads(rows, sizes, arguments)
     for row in _OPTIONAL:
         tensor = getattr(arguments, row.name)
         if tensor is not None:

@@ -53,9 +53,21 @@ def run(backend: str) -> None:
         assert bool(tilewise.attention(*numbers, causal=True, backend=backend).isfinite().all())
 
 
+def await_autograd() -> None:
+    """Wait until autograd's thread has let go of the functions of the gradients before.
+
+    It does so after the gradients are there, and needs Python's lock for it. A thread that asks for that lock while the
+    interpreter ends takes the process with it ("terminate called without an active exception", PyTorch's issue 38230);
+    on a loaded machine it may ask that late. A gradient of torch's own comes after it, and has no functions in Python.
+    """
+    one = torch.ones(1, device="cuda", requires_grad=True)
+    torch.autograd.grad(one + one, one)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for name in sys.argv[1:] or ON_CUDA:
         print(f"{name}: {absence(name) or 'running'}", flush=True)
         if not absence(name):
             run(name)
+    await_autograd()
