@@ -45,7 +45,7 @@ def _shape_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
-SOFTCAP_MOST = 4096  # primitives.capped is off by up to the cap times 2**-22, here a thousandth of a score
+SOFTCAP_EXACT = 4096  # primitives.capped is off by up to the cap times 2**-22, here a thousandth of a score
 
 
 def _feature_reasons(problem: Problem) -> list[Reason]:
@@ -59,8 +59,8 @@ def _feature_reasons(problem: Problem) -> list[Reason]:
     ]
     if problem.segments and problem.dtype == FP8:
         found.append(Reason("segments", "one with fp8", "none, or fp16 or bf16"))
-    if problem.softcap > SOFTCAP_MOST:
-        found.append(Reason("softcap", f"{problem.softcap:g}", f"at most {SOFTCAP_MOST}"))
+    if problem.softcap > SOFTCAP_EXACT:
+        found.append(Reason("softcap", f"{problem.softcap:g}", f"at most {SOFTCAP_EXACT}"))
     if problem.dropout_p:
         found.append(Reason("dropout_p", f"{problem.dropout_p:g}", "0"))
     if problem.derivative not in ("forward", "backward"):
