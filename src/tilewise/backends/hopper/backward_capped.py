@@ -1,0 +1,227 @@
+"""A step of the backward up to 128 channels under a softcap.
+
+The softcap and its derivative are
+
+    tanh(x) = 1 - 2 r,  tanh'(x) = 4 r (1 - r),  r = 1 / (1 + exp(2 x))
+
+so a probability takes three special functions. It is computed for half of a step's rows at a time: the first half
+while dq of the step before is under way, the second when dq has left its registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.backward_parts import hand_over_dq, start_dq
+from tilewise.backends.hopper.backward_scores import keep_transposed, start_over_channels
+from tilewise.backends.hopper.barriers import DOUT_READ, Q_READ, await_ds, let_go, meet, tell_ds
+from tilewise.backends.hopper.primitives import matrix, publish
+from tilewise.backends.hopper.products import as_left, halves, side_by_side
+
+
+@gluon.constexpr_function
+def pair_text(dtype: str, masked: bool) -> str:
+    """PTX for two scores $3 and $4: $0 is both p, rounded, $1 and $2 are p tanh'(...).
+
+    $5 and $6 are the exponents without the share of r, which is $8 r. A score that is left out may be NaN, and its
+    exponent is -inf: with a number for r both its p and its derivative are 0.
+    """
+    one = """mul.f32 x{0}, ${1}, $7; ex2.approx.ftz.f32 x{0}, x{0}; add.f32 x{0}, x{0}, 0f3F800000;
+        rcp.approx.ftz.f32 r{0}, x{0};""" + ("min.f32 r{0}, r{0}, 0f3F800000;" if masked else "") + """
+        fma.rn.f32 x{0}, r{0}, $8, ${2}; ex2.approx.ftz.f32 x{0}, x{0};
+        neg.f32 n{0}, r{0}; fma.rn.f32 r{0}, n{0}, r{0}, r{0}; mul.f32 r{0}, r{0}, 0f40800000;
+        mul.f32 ${3}, r{0}, x{0};"""
+    both = one.format(0, 3, 5, 1) + one.format(1, 4, 6, 2)
+    rounding = "bf16x2" if dtype == "bf16" else "f16x2"
+    return "{ .reg .f32 r<2>, x<2>, n<2>;" + both + f"cvt.rn.{rounding}.f32 $0, x1, x0; }}"
+
+
+@gluon.jit
+def neighbours(x):
+    """Even and odd columns, which a thread holds side by side."""
+    return gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@gluon.jit
+def together(even, odd, LAYOUT: gl.constexpr):
+    """Even and odd columns as one tile."""
+    both = gl.reshape(gl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def capped_probabilities(s, start, scalars, DTYPE: gl.constexpr, MASKED: gl.constexpr):
+    """p = exp2(start - 2 softcap log2(e) r), rounded and two neighbours a word, and p tanh'(...).
+
+    Rounded in the same piece of PTX, so that no tile of p in fp32 is ever beside that of its derivative.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    step = gl.full([], scalars.softcap_in, gl.float32)
+    fall = gl.full([], -2 * scalars.softcap_out, gl.float32)
+    even, odd = neighbours(s)
+    start_even, start_odd = neighbours(start)
+    TEXT: gl.constexpr = pair_text(DTYPE.name, MASKED)
+    words, even, odd = gl.inline_asm_elementwise(
+        TEXT, "=&r,=&f,=&f,f,f,f,f,f,f", [even, odd, start_even, start_odd, step, fall],
+        dtype=(gl.int32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return words, together(even, odd, LAYOUT)
+
+
+@gluon.jit
+def in_fp32(words, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    """The numbers of words of two neighbours."""
+    if DTYPE.name == "bf16":
+        return together((words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True), LAYOUT)
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }", "=f,=f,r", [words],
+            dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return together(even, odd, LAYOUT)
+
+
+@gluon.jit
+def eighths(x):
+    """A row statistic by groups of 8 rows, in which a thread has numbers of each group at the same places."""
+    return gl.reshape(x, [x.shape[0] // 8, 8])
+
+
+@gluon.jit
+def exponents(lse, row0, key0, slope_log2, work, scalars, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """softcap log2(e) - lse, and ALiBi.
+
+    Without a key ahead of its query the distance is a number of the row less one of the key, and takes one addition.
+    """
+    if MODE.alibi:
+        keys = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.float32)
+        first = (row0 + work.shift - key0).to(gl.float32)
+        lse = eighths(lse)
+        OF_GROUPS: gl.constexpr = lse.type.layout
+        within = gl.arange(0, 8, layout=gl.SliceLayout(0, OF_GROUPS)).to(gl.float32)
+        group = 8.0 * gl.arange(0, lse.shape[0], layout=gl.SliceLayout(1, OF_GROUPS)).to(gl.float32)
+        group = gl.expand_dims(group, 1)
+        if MODE.behind:
+            top = gl.expand_dims(scalars.softcap_out - slope_log2 * (first + within), 0)
+            of_rows = rows_of((top - lse) - slope_log2 * group, LAYOUT)
+            return gl.expand_dims(of_rows, 0) + gl.expand_dims(slope_log2 * keys, 1)
+        else:
+            of_rows = rows_of(gl.expand_dims(first + within, 0) + group, LAYOUT)
+            away = gl.abs(gl.expand_dims(of_rows, 0) - gl.expand_dims(keys, 1))
+            return gl.expand_dims(rows_of(scalars.softcap_out - lse, LAYOUT), 0) - slope_log2 * away
+    else:
+        return gl.expand_dims(scalars.softcap_out - lse, 0)
+
+
+@gluon.jit
+def rows_of(x, LAYOUT: gl.constexpr):
+    """A row statistic out of groups of 8 rows."""
+    return gl.convert_layout(gl.reshape(x, [8 * x.shape[0]]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def half(s, lse_smem, FROM: gl.constexpr, row0, key0, slope_log2, leaders, work, scalars, DTYPE: gl.constexpr,
+         MASKED: gl.constexpr, MODE: gl.constexpr):
+    """Words of p^T, and p^T times the derivative of the score, of the step's rows from FROM on."""
+    LAYOUT: gl.constexpr = s.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    COUNT: gl.constexpr = s.shape[1]
+    lse = lse_smem.slice(FROM, COUNT).load(ROW)
+    start = exponents(lse, row0 + FROM, key0, slope_log2, work, scalars, LAYOUT, MODE).broadcast_to([64, COUNT])
+    if MASKED:
+        keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        rows = gl.expand_dims(row0 + FROM + gl.arange(0, COUNT, layout=ROW), 0)
+        start = keep_transposed(start, keys, rows, leaders, work, float("-inf"), MODE)
+    return capped_probabilities(s, start, scalars, DTYPE, MASKED)
+
+
+@gluon.jit
+def slope_gradient(words, dp, row0, key0, work, DTYPE: gl.constexpr, MODE: gl.constexpr):
+    """Of some rows the sum of p (dp - delta) times the distance for each key, with p as rounded."""
+    LAYOUT: gl.constexpr = dp.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    keys = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.float32)
+    first = (row0 + work.shift - key0).to(gl.float32)
+    rows = first + gl.arange(0, dp.shape[1], layout=ROW).to(gl.float32)
+    away = gl.expand_dims(rows, 0) - gl.expand_dims(keys, 1)
+    if not MODE.behind:
+        away = gl.abs(away)
+    return gl.sum(in_fp32(words, LAYOUT, DTYPE) * away * dp, 1)
+
+
+@gluon.jit
+def with_slope_gradient(dslope, left, right, dp, row0, key0, work, DTYPE: gl.constexpr, MODE: gl.constexpr):
+    """``backward_scores.with_slope_gradient`` from the words of both halves."""
+    if MODE.slopes:
+        anew = gl.inline_asm_elementwise(
+            "mov.u32 $0, $1;", "=r,r", [gl.to_tensor(key0)], dtype=gl.int32, is_pure=False, pack=1
+        )
+        KEY: gl.constexpr = dslope.type.layout
+        dp_left, dp_right = halves(dp)
+        share = slope_gradient(left, dp_left, row0, anew, work, DTYPE, MODE)
+        dslope -= gl.convert_layout(share, KEY, assert_trivial=True)
+        share = slope_gradient(right, dp_right, row0 + dp_right.shape[1], anew, work, DTYPE, MODE)
+        dslope -= gl.convert_layout(share, KEY, assert_trivial=True)
+    return dslope
+
+
+@gluon.jit
+def capped_step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
+                FIRST: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """``backward.step`` under a softcap."""
+    DTYPE: gl.constexpr = shared.ds.dtype
+    STAGES: gl.constexpr = TILE.stages
+    DOUT_STAGES: gl.constexpr = TILE.dout_stages
+    ROWS: gl.constexpr = TILE.block_m
+    HALF: gl.constexpr = ROWS // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    D_LAYOUT: gl.constexpr = dv.type.layout
+    zero = i >> 24  # not known to be 0: keeps the operands' loop-invariant descriptors out of registers
+    k = matrix(shared.k.slots.index(zero))
+    v = matrix(shared.v.slots.index(zero)).slice(INDEX * 64, 64, 0)
+    slot = i % STAGES
+    q = matrix(shared.q.slots.index(slot))
+    dout_slot = i % DOUT_STAGES
+    dout = matrix(shared.dout.slots.index(dout_slot))
+    ds_mine = shared.ds.index(i % 2).slice(INDEX * 64, 64, 0)
+    lse = shared.lse.index(slot)
+
+    mbarrier.wait(shared.q.full.index(slot), (i // STAGES) & 1)
+    zeros = gl.zeros([64, ROWS], gl.float32, layout=S_LAYOUT)
+    s = start_over_channels(k.slice(INDEX * 64, 64, 0), q, zeros, True, TILE.channels)
+    if FIRST:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        await_ds(i - 1, INDEX)
+        dq = start_dq(shared.ds.index((i + 1) % 2), k, INDEX, TILE)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        let_go(i + STAGES - 1, STAGES, Q_READ, TILE)
+    left, right = halves(s)
+    left, weight_left = half(left, lse, 0, row0, key0, slope_log2, leaders, work, scalars, DTYPE, MASKED, MODE)
+    if not FIRST:
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        hand_over_dq(dq, shared, i - 1, INDEX)
+    right, weight_right = half(right, lse, HALF, row0, key0, slope_log2, leaders, work, scalars, DTYPE, MASKED, MODE)
+
+    mbarrier.wait(shared.dout.full.index(dout_slot), (i // DOUT_STAGES) & 1)
+    if FIRST:
+        mbarrier.wait(shared.v.full.index(0), n & 1)
+    minus_delta = gl.expand_dims(shared.delta.index(dout_slot).load(ROW), 0).broadcast_to([64, ROWS])
+    dp = start_over_channels(v, dout, minus_delta, False, TILE.channels_v)
+    p_left, p_right = as_left(left, DTYPE, D_LAYOUT), as_left(right, DTYPE, D_LAYOUT)
+    dv = warpgroup_mma(p_left, dout.slice(0, HALF, 0), dv, is_async=True)
+    dv = warpgroup_mma(p_right, dout.slice(HALF, HALF, 0), dv, is_async=True)
+    dp = warpgroup_mma_wait(2, deps=(dp,))
+    dslope = with_slope_gradient(dslope, left, right, dp, row0, key0, work, DTYPE, MODE)
+    if FIRST:  # dk and dv of the tile before have left the memory of ds and dq
+        tma.store_wait(0)
+        meet()
+    publish(ds_mine, (side_by_side(weight_left, weight_right) * dp).to(DTYPE))
+    tell_ds(i, INDEX)
+    dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
+    dv, p_left, p_right = warpgroup_mma_wait(1, deps=(dv, p_left, p_right))  # dk goes on
+    let_go(i, DOUT_STAGES, DOUT_READ, TILE)
+    return dk, dv, dslope
