@@ -84,41 +84,60 @@ def in_fp32(words, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def eighths(x):
-    """A row statistic by groups of 8 rows, in which a thread has numbers of each group at the same places."""
+def by_eights(x):
+    """A row statistic in groups of 8 rows. A thread has the same places of every group."""
     return gl.reshape(x, [x.shape[0] // 8, 8])
 
 
 @gluon.jit
-def exponents(lse, row0, key0, slope_log2, work, scalars, LAYOUT: gl.constexpr, MODE: gl.constexpr):
-    """softcap log2(e) - lse, and ALiBi.
-
-    Without a key ahead of its query the distance is a number of the row less one of the key, and takes one addition.
-    """
-    if MODE.alibi:
-        keys = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.float32)
-        first = (row0 + work.shift - key0).to(gl.float32)
-        lse = eighths(lse)
-        OF_GROUPS: gl.constexpr = lse.type.layout
-        within = gl.arange(0, 8, layout=gl.SliceLayout(0, OF_GROUPS)).to(gl.float32)
-        group = 8.0 * gl.arange(0, lse.shape[0], layout=gl.SliceLayout(1, OF_GROUPS)).to(gl.float32)
-        group = gl.expand_dims(group, 1)
-        if MODE.behind:
-            top = gl.expand_dims(scalars.softcap_out - slope_log2 * (first + within), 0)
-            of_rows = rows_of((top - lse) - slope_log2 * group, LAYOUT)
-            return gl.expand_dims(of_rows, 0) + gl.expand_dims(slope_log2 * keys, 1)
-        else:
-            of_rows = rows_of(gl.expand_dims(first + within, 0) + group, LAYOUT)
-            away = gl.abs(gl.expand_dims(of_rows, 0) - gl.expand_dims(keys, 1))
-            return gl.expand_dims(rows_of(scalars.softcap_out - lse, LAYOUT), 0) - slope_log2 * away
-    else:
-        return gl.expand_dims(scalars.softcap_out - lse, 0)
+def in_a_row(x, LAYOUT: gl.constexpr):
+    """The same without groups."""
+    return gl.convert_layout(gl.reshape(x, [8 * x.shape[0]]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def rows_of(x, LAYOUT: gl.constexpr):
-    """A row statistic out of groups of 8 rows."""
-    return gl.convert_layout(gl.reshape(x, [8 * x.shape[0]]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+def row_distances(row0, key0, work, LIKE: gl.constexpr, GROUPS: gl.constexpr):
+    """From key0 to the first 8 rows from row0 on, and from there to each group of 8: what the assembler knows."""
+    first = (row0 + work.shift - key0).to(gl.float32)
+    places = gl.arange(0, 8, layout=gl.SliceLayout(0, LIKE)).to(gl.float32)
+    groups = 8.0 * gl.arange(0, GROUPS, layout=gl.SliceLayout(1, LIKE)).to(gl.float32)
+    return gl.expand_dims(first + places, 0), gl.expand_dims(groups, 1)
+
+
+@gluon.jit
+def key_places(LAYOUT: gl.constexpr):
+    """0 to 63, one for each key."""
+    return gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.float32), 1)
+
+
+@gluon.jit
+def distances(rows, groups, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """|i + shift - j| for each pair, from ``row_distances``; the sign is only looked at where it may be negative."""
+    away = gl.expand_dims(in_a_row(rows + groups, LAYOUT), 0) - key_places(LAYOUT)
+    if MODE.behind:
+        return away
+    else:
+        return gl.abs(away)
+
+
+@gluon.jit
+def exponents(lse, row0, key0, slope_log2, work, scalars, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """softcap log2(e) - lse, tilted by ALiBi.
+
+    Where no key lies ahead of its query the distance is a number of the row less one of the key: one addition.
+    """
+    if MODE.alibi:
+        lse = by_eights(lse)
+        LIKE: gl.constexpr = lse.type.layout
+        rows, groups = row_distances(row0, key0, work, LIKE, lse.shape[0])
+        if MODE.behind:
+            of_rows = in_a_row((scalars.softcap_out - slope_log2 * rows) - lse - slope_log2 * groups, LAYOUT)
+            return gl.expand_dims(of_rows, 0) + slope_log2 * key_places(LAYOUT)
+        else:
+            of_rows = in_a_row(scalars.softcap_out - lse, LAYOUT)
+            return gl.expand_dims(of_rows, 0) - slope_log2 * distances(rows, groups, LAYOUT, MODE)
+    else:
+        return gl.expand_dims(scalars.softcap_out - lse, 0)
 
 
 @gluon.jit
@@ -141,14 +160,10 @@ def half(s, lse_smem, FROM: gl.constexpr, row0, key0, slope_log2, leaders, work,
 def slope_gradient(words, dp, row0, key0, work, DTYPE: gl.constexpr, MODE: gl.constexpr):
     """Of some rows the sum of p (dp - delta) times the distance for each key, with p as rounded."""
     LAYOUT: gl.constexpr = dp.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    keys = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.float32)
-    first = (row0 + work.shift - key0).to(gl.float32)
-    rows = first + gl.arange(0, dp.shape[1], layout=ROW).to(gl.float32)
-    away = gl.expand_dims(rows, 0) - gl.expand_dims(keys, 1)
-    if not MODE.behind:
-        away = gl.abs(away)
-    return gl.sum(in_fp32(words, LAYOUT, DTYPE) * away * dp, 1)
+    shape = by_eights(gl.zeros([dp.shape[1]], gl.float32, layout=gl.SliceLayout(0, LAYOUT)))
+    LIKE: gl.constexpr = shape.type.layout
+    rows, groups = row_distances(row0, key0, work, LIKE, shape.shape[0])
+    return gl.sum(in_fp32(words, LAYOUT, DTYPE) * distances(rows, groups, LAYOUT, MODE) * dp, 1)
 
 
 @gluon.jit
