@@ -22,20 +22,24 @@ from tilewise.backends.hopper.products import as_left, halves, side_by_side
 
 
 @gluon.constexpr_function
-def pair_text(dtype: str, masked: bool) -> str:
-    """PTX for two scores $3 and $4: $0 is both p, rounded, $1 and $2 are p tanh'(...).
+def pair_text(dtype: str, masked: bool, packed: bool) -> str:
+    """PTX for two scores: both p, rounded to a word, and their p tanh'(...), two numbers or packed a word of fp16.
 
-    $5 and $6 are the exponents without the share of r, which is $8 r. A score that is left out may be NaN, and its
-    exponent is -inf: with a number for r both its p and its derivative are 0.
+    Behind the scores come the exponents without the share of r, then 2 log2(e) scale / softcap, then the factor of r in
+    an exponent. A score that is left out may be NaN, and its exponent is -inf: with a number for r its p and its
+    derivative are 0.
     """
-    one = """mul.f32 x{0}, ${1}, $7; ex2.approx.ftz.f32 x{0}, x{0}; add.f32 x{0}, x{0}, 0f3F800000;
-        rcp.approx.ftz.f32 r{0}, x{0};""" + ("min.f32 r{0}, r{0}, 0f3F800000;" if masked else "") + """
-        fma.rn.f32 x{0}, r{0}, $8, ${2}; ex2.approx.ftz.f32 x{0}, x{0};
-        neg.f32 n{0}, r{0}; fma.rn.f32 r{0}, n{0}, r{0}, r{0}; mul.f32 r{0}, r{0}, 0f40800000;
-        mul.f32 ${3}, r{0}, x{0};"""
-    both = one.format(0, 3, 5, 1) + one.format(1, 4, 6, 2)
-    rounding = "bf16x2" if dtype == "bf16" else "f16x2"
-    return "{ .reg .f32 r<2>, x<2>, n<2>;" + both + f"cvt.rn.{rounding}.f32 $0, x1, x0; }}"
+    first = 2 if packed else 3
+    text = "{ .reg .f32 r<2>, x<2>, w<2>;"
+    for i in range(2):
+        text += f"mul.f32 x{i}, ${first + i}, ${first + 4}; ex2.approx.ftz.f32 x{i}, x{i};"
+        text += f"add.f32 x{i}, x{i}, 0f3F800000; rcp.approx.ftz.f32 r{i}, x{i};"
+        text += f"min.f32 r{i}, r{i}, 0f3F800000;" if masked else ""
+        text += f"fma.rn.f32 x{i}, r{i}, ${first + 5}, ${first + 2 + i}; ex2.approx.ftz.f32 x{i}, x{i};"
+        text += f"neg.f32 w{i}, r{i}; fma.rn.f32 w{i}, w{i}, r{i}, r{i}; mul.f32 w{i}, w{i}, 0f40800000;"
+        text += f"mul.f32 w{i}, w{i}, x{i};"
+    text += f"cvt.rn.{'bf16x2' if dtype == 'bf16' else 'f16x2'}.f32 $0, x1, x0;"
+    return text + ("cvt.rn.f16x2.f32 $1, w1, w0; }" if packed else "mov.f32 $1, w0; mov.f32 $2, w1; }")
 
 
 @gluon.jit
@@ -52,35 +56,50 @@ def together(even, odd, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def capped_probabilities(s, start, scalars, DTYPE: gl.constexpr, MASKED: gl.constexpr):
+def capped_probabilities(s, start, scalars, DTYPE: gl.constexpr, MASKED: gl.constexpr, PACKED: gl.constexpr):
     """p = exp2(start - 2 softcap log2(e) r), rounded and two neighbours a word, and p tanh'(...).
 
     Rounded in the same piece of PTX, so that no tile of p in fp32 is ever beside that of its derivative.
     """
     LAYOUT: gl.constexpr = s.type.layout
+    TEXT: gl.constexpr = pair_text(DTYPE.name, MASKED, PACKED)
     step = gl.full([], scalars.softcap_in, gl.float32)
     fall = gl.full([], -2 * scalars.softcap_out, gl.float32)
     even, odd = neighbours(s)
     start_even, start_odd = neighbours(start)
-    TEXT: gl.constexpr = pair_text(DTYPE.name, MASKED)
-    words, even, odd = gl.inline_asm_elementwise(
-        TEXT, "=&r,=&f,=&f,f,f,f,f,f,f", [even, odd, start_even, start_odd, step, fall],
-        dtype=(gl.int32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return words, together(even, odd, LAYOUT)
+    operands = [even, odd, start_even, start_odd, step, fall]
+    if PACKED:
+        return gl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,f,f,f,f,f,f", operands, dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        words, even, odd = gl.inline_asm_elementwise(
+            TEXT, "=&r,=&f,=&f,f,f,f,f,f,f", operands, dtype=(gl.int32, gl.float32, gl.float32), is_pure=True, pack=1
+        )
+        return words, together(even, odd, LAYOUT)
 
 
 @gluon.jit
 def in_fp32(words, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
     """The numbers of words of two neighbours."""
     if DTYPE.name == "bf16":
-        return together((words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True), LAYOUT)
+        even, odd = words << 16, words & -65536
+        return together(even.to(gl.float32, bitcast=True), odd.to(gl.float32, bitcast=True), LAYOUT)
     else:
         even, odd = gl.inline_asm_elementwise(
             "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }", "=f,=f,r", [words],
             dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
         )  # fmt: skip
         return together(even, odd, LAYOUT)
+
+
+@gluon.jit
+def as_weight(weight, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """The derivative in fp32."""
+    if MODE.slopes:
+        return in_fp32(weight, LAYOUT, gl.float16)
+    else:
+        return weight
 
 
 @gluon.jit
@@ -143,7 +162,10 @@ def exponents(lse, row0, key0, slope_log2, work, scalars, LAYOUT: gl.constexpr, 
 @gluon.jit
 def half(s, lse_smem, FROM: gl.constexpr, row0, key0, slope_log2, leaders, work, scalars, DTYPE: gl.constexpr,
          MASKED: gl.constexpr, MODE: gl.constexpr):
-    """Words of p^T, and p^T times the derivative of the score, of the step's rows from FROM on."""
+    """Words of p^T, and p^T times the derivative of the score, of half of a step's rows, from FROM on.
+
+    The derivative comes in words of fp16 beside the slopes' gradient, which needs the registers.
+    """
     LAYOUT: gl.constexpr = s.type.layout
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     COUNT: gl.constexpr = s.shape[1]
@@ -153,7 +175,7 @@ def half(s, lse_smem, FROM: gl.constexpr, row0, key0, slope_log2, leaders, work,
         keys = gl.expand_dims(key0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
         rows = gl.expand_dims(row0 + FROM + gl.arange(0, COUNT, layout=ROW), 0)
         start = keep_transposed(start, keys, rows, leaders, work, float("-inf"), MODE)
-    return capped_probabilities(s, start, scalars, DTYPE, MASKED)
+    return capped_probabilities(s, start, scalars, DTYPE, MASKED, MODE.slopes)
 
 
 @gluon.jit
@@ -192,6 +214,7 @@ def capped_step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, w
     ROWS: gl.constexpr = TILE.block_m
     HALF: gl.constexpr = ROWS // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     D_LAYOUT: gl.constexpr = dv.type.layout
     zero = i >> 24  # not known to be 0: keeps the operands' loop-invariant descriptors out of registers
@@ -234,7 +257,8 @@ def capped_step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, w
     if FIRST:  # dk and dv of the tile before have left the memory of ds and dq
         tma.store_wait(0)
         meet()
-    publish(ds_mine, (side_by_side(weight_left, weight_right) * dp).to(DTYPE))
+    weight = side_by_side(as_weight(weight_left, H_LAYOUT, MODE), as_weight(weight_right, H_LAYOUT, MODE))
+    publish(ds_mine, (weight * dp).to(DTYPE))
     tell_ds(i, INDEX)
     dk = warpgroup_mma(ds_mine, q, dk, is_async=True)
     dv, p_left, p_right = warpgroup_mma_wait(1, deps=(dv, p_left, p_right))  # dk goes on
