@@ -173,22 +173,22 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
             only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
         dslope = no_slope_gradient(S_LAYOUT, MODE)
         dk, dv, dslope = any_step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
-                              leaders, work, scalars, INDEX, True, True, MODE, TILE)
+                                  leaders, work, scalars, INDEX, True, True, MODE, TILE)
         it += 1
         for g in range(0, sizes.group):
             if MODE.alibi:
                 slope_log2 = gl.load(pointers.alibi_slopes + head + g) * LOG2E
             done = gl.where(g == 0, 1, 0)
             for t in range(done, steps.masked):
-                dk, dv, dslope = any_step(it, n, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
-                                      leaders, work, scalars, INDEX, False, True, MODE, TILE)
+                dk, dv, dslope = any_step(it, n, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared,
+                                          slope_log2, leaders, work, scalars, INDEX, False, True, MODE, TILE)
                 it += 1
             for t in range(gl.maximum(done, steps.masked), steps.count):
                 row0 = 0  # only ALiBi asks where an unmasked block lies
                 if MODE.alibi:
                     row0 = row_block(steps, t, MODE) * ROWS
                 dk, dv, dslope = any_step(it, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars,
-                                      INDEX, False, False, MODE, TILE)
+                                          INDEX, False, False, MODE, TILE)
                 it += 1
             if MODE.slopes:
                 add_slope_gradient(dslope, head + g, pointers)
