@@ -14,6 +14,7 @@ from tilewise.descale import BLOCK, FP8
 from tilewise.device import DeviceFacts
 from tilewise.dispatch.choose import choose_among
 from tilewise.inputs import Inputs
+from tilewise.masks import band
 from tilewise.problem import Problem
 
 H200 = DeviceFacts(type="cuda", name="NVIDIA H200", arch="sm_90", multiprocessors=132, triton="3.6.0")
@@ -39,6 +40,25 @@ def test_large_softcaps_go_elsewhere() -> None:
     assert not BACKEND.supports(problem(softcap=4096.0), H200)
     (reason,) = BACKEND.supports(problem(softcap=4097.0), H200)
     assert (reason.what, reason.has, reason.needs) == ("softcap", "4097", "at most 4096")
+
+
+@pytest.mark.parametrize(
+    ("changes", "behind"),
+    [
+        ({}, False),
+        ({"causal": "bottom_right"}, True),
+        ({"window_left": 5, "window_right": 0}, True),
+        ({"window_left": 5, "window_right": 1}, False),
+        ({"causal": "top_left"}, True),
+        ({"causal": "top_left", "seqlen_q": 301}, False),
+        ({"causal": "top_left", "seqlen_k": 301}, True),
+    ],
+)
+def test_keys_behind_their_queries(changes: dict[str, Any], behind: bool) -> None:
+    found = problem(**({"seqlen_q": 300, "seqlen_k": 300} | changes))
+    assert tiles.keys_behind(found) == behind
+    limits = band(found)
+    assert behind == (limits.upper is not None and limits.upper <= found.seqlen_k - found.seqlen_q)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 192, 256])

@@ -74,6 +74,7 @@ class Mode(NamedTuple):
     sink: bool = False
     segments: bool = False
     slopes: bool = False  # backward: alibi_slopes have a gradient
+    behind: bool = False  # backward, softcap and ALiBi: no key that is kept lies ahead of its query
     by_block: bool = False  # fp8: k or v has a descale for each block of keys
     raw_scale: bool = True  # the scale is positive and nothing is added: scores need no pass of their own
 

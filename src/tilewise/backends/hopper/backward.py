@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.backward_capped import capped_step
 from tilewise.backends.hopper.backward_parts import (
     dq_writer,
     find_keys,
@@ -28,6 +29,7 @@ from tilewise.backends.hopper.backward_parts import (
     producer,
     row_block,
     row_steps,
+    start_dq,
 )
 from tilewise.backends.hopper.backward_scores import (
     add_slope_gradient,
@@ -51,18 +53,6 @@ from tilewise.backends.hopper.primitives import (
     rows_at,
     store_box,
 )
-
-
-@gluon.jit
-def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
-    """Issue this consumer's part of dq = ds k, from the ds of both."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
-    if TILE.block_m == 64:
-        return warpgroup_mma(ds.permute((1, 0)), k.slice(INDEX * 64, 64, 1), zeros, use_acc=False, is_async=True)
-    else:
-        rows = ds.slice(INDEX * 64, 64, 1).permute((1, 0))
-        return warpgroup_mma(rows, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -124,6 +114,18 @@ def step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, sc
 
 
 @gluon.jit
+def any_step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX: gl.constexpr,
+             FIRST: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr, TILE: gl.constexpr):
+    """The same, with or without a softcap."""
+    if MODE.softcap:
+        return capped_step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX, FIRST,
+                           MASKED, MODE, TILE)
+    else:
+        return step(i, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars, INDEX, FIRST, MASKED,
+                    MODE, TILE)
+
+
+@gluon.jit
 def find_keys_ahead(tile, tiles, pointers, sizes, MODE: gl.constexpr, TILE: gl.constexpr):
     """The same as ``find_keys``, and for a tile behind the last something that nobody uses."""
     return find_keys(gl.maximum(gl.minimum(tile, tiles - 1), 0), pointers, sizes, MODE, TILE)
@@ -170,23 +172,23 @@ def consumer(dk_desc, dv_desc, shared, tickets, pointers, sizes, scalars, INDEX:
             mbarrier.wait(shared.v.full.index(0), n & 1)  # for only_seen, and once more in the first step
             only_seen(shared, work, pointers, sizes, INDEX * 64, TILE)
         dslope = no_slope_gradient(S_LAYOUT, MODE)
-        dk, dv, dslope = step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
-                              leaders, work, scalars, INDEX, True, True, MODE, TILE)
+        dk, dv, dslope = any_step(it, n, row_block(steps, 0, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
+                                  leaders, work, scalars, INDEX, True, True, MODE, TILE)
         it += 1
         for g in range(0, sizes.group):
             if MODE.alibi:
                 slope_log2 = gl.load(pointers.alibi_slopes + head + g) * LOG2E
             done = gl.where(g == 0, 1, 0)
             for t in range(done, steps.masked):
-                dk, dv, dslope = step(it, n, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared, slope_log2,
-                                      leaders, work, scalars, INDEX, False, True, MODE, TILE)
+                dk, dv, dslope = any_step(it, n, row_block(steps, t, MODE) * ROWS, key0, dk, dv, dslope, shared,
+                                          slope_log2, leaders, work, scalars, INDEX, False, True, MODE, TILE)
                 it += 1
             for t in range(gl.maximum(done, steps.masked), steps.count):
                 row0 = 0  # only ALiBi asks where an unmasked block lies
                 if MODE.alibi:
                     row0 = row_block(steps, t, MODE) * ROWS
-                dk, dv, dslope = step(it, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars,
-                                      INDEX, False, False, MODE, TILE)
+                dk, dv, dslope = any_step(it, n, row0, key0, dk, dv, dslope, shared, slope_log2, leaders, work, scalars,
+                                          INDEX, False, False, MODE, TILE)
                 it += 1
             if MODE.slopes:
                 add_slope_gradient(dslope, head + g, pointers)

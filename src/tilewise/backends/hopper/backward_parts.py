@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
+    warpgroup_mma,
 )
 
 from tilewise.backends.hopper.arguments import KeyBlocks, Shared, Slots, Span, Steps, Work
@@ -219,6 +220,18 @@ def fragment_order(dq):
     """
     x = gl.reshape(dq, [4, 2, 4, 2, 8, 4, 2])
     return gl.reshape(gl.permute(x, (4, 0, 2, 3, 5, 1, 6)), [PART, 32])
+
+
+@gluon.jit
+def start_dq(ds, k, INDEX: gl.constexpr, TILE: gl.constexpr):
+    """Issue this consumer's part of dq = ds k, from the ds of both."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout=LAYOUT)
+    if TILE.block_m == 64:
+        return warpgroup_mma(ds.permute((1, 0)), k.slice(INDEX * 64, 64, 1), zeros, use_acc=False, is_async=True)
+    else:
+        rows = ds.slice(INDEX * 64, 64, 1).permute((1, 0))
+        return warpgroup_mma(rows, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

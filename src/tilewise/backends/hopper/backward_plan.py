@@ -74,7 +74,9 @@ class BackwardPlan:
         self.all_seen = not varlen and self.seen == slice(0, problem.seqlen_k)
         self.all_seen_if_same_lengths = varlen and lower <= 0 <= upper
         self.scalars = tiles.scalars_of(problem)
-        self._main(problem, inputs, dout, tiles.mode_of(problem)._replace(sink=False, raw_scale=True), self.scalars)
+        behind = problem.softcap > 0 and problem.alibi and tile.block_d <= 128 and tiles.keys_behind(problem)
+        mode = tiles.mode_of(problem)._replace(sink=False, raw_scale=True, behind=behind)
+        self._main(problem, inputs, dout, mode, self.scalars)
         self._around(problem, out, dout, dlse)
 
     def _main(self, problem: Problem, inputs: Inputs, dout: torch.Tensor, mode: Mode, scalars: Scalars) -> None:

@@ -94,12 +94,17 @@ def as_words(p, DTYPE: gl.constexpr):
 
 @gluon.jit
 def as_operand(words, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Words of probabilities as the left operand of the product with v. Moves nothing.
+    """Words of probabilities as the left operand of the product with v. Moves nothing."""
+    return as_left(words, DTYPE, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.wide, 16]))
+
+
+@gluon.jit
+def as_left(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words of two neighbours as the left operand of a product with accumulators in LAYOUT.
 
     Two words of a thread, of rows 8 apart, become two registers of two numbers; whose row and whose column are named by
     each other's place, and change names again.
     """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.wide, 16])
     WORDS: gl.constexpr = words.shape[1]
     upper, lower = gl.inline_asm_elementwise(
         "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2

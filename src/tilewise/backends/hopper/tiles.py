@@ -166,6 +166,14 @@ def slopes_apart(problem: Problem) -> bool:
     return "alibi_slopes" in problem.needs_grad and problem.softcap > 0 and wide
 
 
+def keys_behind(problem: Problem) -> bool:
+    """Whether every key that is kept lies behind its query or beside it, as ALiBi counts."""
+    if problem.varlen:
+        return problem.causal == "bottom_right" or problem.window_right == 0
+    seen = seen_keys(problem)
+    return seen.upper <= seen.shift
+
+
 def summed(dim: int) -> int:
     """The channels that one product, or two of powers of two, sum over."""
     return next(count for count in (64, 96, 128, 192, 256) if count >= dim)
