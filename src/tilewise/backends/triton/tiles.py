@@ -100,7 +100,7 @@ _FORWARD_90: Table = (
     Row(256, 64, 16, 4, 2, "with q in registers 2 to 6 spills a turn", parked=True, having=("crowded",)),
     Row(256, 64, 32, 4, 2, "1 x 4096 with a bias 0.585 ms, c 0.299, with segments 0.546; three stages 0.742, 0.356"
         " and 0.632; q in registers, 64x16 0.661 and 0.393, 64x32 with segments 0.656 with 16 spills a turn",
-        parked=True, having=("biased dropout", "segmented dropout", "ragged window")),
+        parked=True, having=("biased dropout", "segmented dropout", "ragged window", "flat window")),
     Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.173 ms, top-left causal 0.379; 64x32 0.163 and"
         " 0.342 with 12 spills a turn, q in shared memory and two stages 0.193 and 0.435", joint=True, lazy=True,
         having=("unseen dropout",)),
@@ -131,10 +131,13 @@ _KEYS_90: Table = (
     Row(128, 32, 64, 4, 1, "two stages 5 spills a turn with slopes", having=("mixed list",)),
     Row(128, 32, 64, 4, 2, "whole backward 4k 1.308 ms with a mask for keys, 0.854 with three segments; three stages"
         " 1.394 and 0.884, 64x64 1.257 and 0.861 with a spill a turn", having=("combined", "mask")),
+    Row(128, 64, 64, 4, 1, "as column sums; 32x64 and two stages 4 spills a turn where keys or queries may be left out",
+        having=("half column window",)),
     Row(128, 32, 64, 4, 2, "where keys or queries may be left out; whole backward 4k c 0.898 ms, 64x64 0.868 with 29"
         " spills a turn; with a bias 64x64 7 to 11", having=("unseen dropout", "unseen bias")),
-    Row(128, 64, 64, 4, 1, "two stages 2 to 16 spills a turn, 32x64 up to 12", having=("column sums",)),
-    Row(128, 32, 64, 4, 2, "64x64 2 to 7 spills a turn", having=("flat fp32 bias", "fp16 window dropout")),
+    Row(128, 64, 64, 4, 1, "two stages 2 to 16 spills a turn, 32x64 too", having=("column sums",)),
+    Row(128, 32, 64, 4, 2, "64x64 2 to 7 spills a turn, with a softcap too 159",
+        having=("flat fp32 bias", "fp16 window dropout")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -310,9 +313,9 @@ def is_bare(problem: Problem) -> bool:
 def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most.
 
-    ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes, a "flat" one the
-    same number for all keys, and "column sums" are the gradient of one with the same number for all queries. Beside a bias
-    keys that are left out count as one kind of scores more.
+    ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes, a "flat" one
+    the same number for all keys, and "column sums" are the gradient of one with the same number for all queries. Beside
+    a bias keys that are left out count as one kind of scores more.
     """
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
@@ -331,7 +334,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "banded dropout": banded and dropout,
         "unseen dropout": unseen and banded and dropout,
         "unseen bias": unseen and banded and bias is not None,
-        "unseen half bias": unseen and banded and half,
+        "unseen half bias": unseen and banded and half and not flat,
         "unseen changed bias": unseen and banded and short and (problem.alibi or problem.softcap > 0),
         "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
         "unseen fp32 bias": unseen and banded and bias == torch.float32,
@@ -350,9 +353,11 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "fp32 bias": bias == torch.float32,
         "half bias": half,
         "dense flat bias": flat and half and not problem.banded,
+        "flat window": flat and half and (window or (unseen and banded)),
         "flat fp32 bias": flat and bias == torch.float32,
         "column sums": sums,
         "banded half column sums": sums and half and banded,
+        "half column window": sums and half and window,
         "fp16 window dropout": problem.dtype == torch.float16 and window and dropout,
         "combined": costs > 1,
         "all five": costs == 5,
