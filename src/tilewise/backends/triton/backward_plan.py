@@ -36,18 +36,6 @@ from tilewise.problem import Problem
 DELTA_ROWS = 64
 
 
-def bias_kind(problem: Problem) -> str:
-    """Where a bias gradient comes from: sums of ds over a broadcast side, its tiles, or tiles summed over sharers."""
-    if "bias" not in problem.needs_grad or problem.bias_shape is None:
-        return ""
-    batch, heads, rows, cols = host.four(problem.bias_shape)
-    if cols == 1:
-        return "row"
-    if rows == 1:
-        return "col"
-    return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
-
-
 KEYS_EACH = 256  # of all heads, for each multiprocessor, from which dq comes last: two rounds of two blocks of 64 keys
 FILLING = {64: 4000, tiles.PART: 1000}  # by channels: and the keys of a query
 
@@ -78,7 +66,7 @@ class BackwardPlan:
 
     def __init__(self, problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], has_dlse: bool) -> None:
         self.problem, self.has_dlse = problem, has_dlse
-        self.kind = bias_kind(problem)
+        self.kind = host.bias_kind(problem)
         needs = problem.needs_grad
         marks = host.marks_of(problem, inputs, tensors)
         self.has_extras = host.has_extras(problem)

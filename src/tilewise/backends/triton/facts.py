@@ -162,6 +162,18 @@ def four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (4 - len(shape)) + tuple(shape)
 
 
+def bias_kind(problem: Problem) -> str:
+    """Where a bias gradient comes from: sums of ds over a broadcast side, its tiles, or tiles summed over sharers."""
+    if "bias" not in problem.needs_grad or problem.bias_shape is None:
+        return ""
+    batch, heads, rows, cols = four(problem.bias_shape)
+    if cols == 1:
+        return "row"
+    if rows == 1:
+        return "col"
+    return "tile" if (batch, heads) == (problem.batch, problem.nheads) else "shared"
+
+
 def has_extras(problem: Problem) -> bool:
     """Whether any optional tensor takes part."""
     return (

@@ -13,7 +13,7 @@ import torch
 
 from tilewise import masks
 from tilewise.backends.triton.arguments import Config, Tile
-from tilewise.backends.triton.facts import INTERPRETED
+from tilewise.backends.triton.facts import INTERPRETED, bias_kind
 from tilewise.device import DeviceFacts
 from tilewise.problem import SMALLEST_SCALE, Problem
 
@@ -65,6 +65,8 @@ _FORWARD_90: Table = (
     Row(64, 64, 32, 4, 3, "4k 0.556 ms; 64x64 and 168 registers 0.682, 128 registers 0.916 with 16 spills a turn;"
         " rows of a bias that start anywhere 36 to 45", registers=128, joint=True, lazy=True,
         having=("fp32 bias", "ragged bias")),
+    Row(64, 64, 64, 4, 3, "in 128 registers 45 spills a turn, in 168 36", joint=True, lazy=True,
+        having=("dense flat bias",)),
     Row(64, 64, 64, 4, 3, "4k 0.316 ms with three segments, 0.545 with a bias and a mask for keys; 128 registers 0.338"
         " and 0.604 with 10 and 14 spills a turn, not lazy 0.371; 64x32 and 128 registers 0.337 and 0.625",
         registers=168, joint=True, lazy=True, having=("combined", "segments")),
@@ -98,7 +100,7 @@ _FORWARD_90: Table = (
     Row(256, 64, 16, 4, 2, "with q in registers 2 to 6 spills a turn", parked=True, having=("crowded",)),
     Row(256, 64, 32, 4, 2, "1 x 4096 with a bias 0.585 ms, c 0.299, with segments 0.546; three stages 0.742, 0.356"
         " and 0.632; q in registers, 64x16 0.661 and 0.393, 64x32 with segments 0.656 with 16 spills a turn",
-        parked=True, having=("biased dropout", "segmented dropout", "ragged window")),
+        parked=True, having=("biased dropout", "segmented dropout", "ragged window", "flat window")),
     Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.173 ms, top-left causal 0.379; 64x32 0.163 and"
         " 0.342 with 12 spills a turn, q in shared memory and two stages 0.193 and 0.435", joint=True, lazy=True,
         having=("unseen dropout",)),
@@ -129,8 +131,13 @@ _KEYS_90: Table = (
     Row(128, 32, 64, 4, 1, "two stages 5 spills a turn with slopes", having=("mixed list",)),
     Row(128, 32, 64, 4, 2, "whole backward 4k 1.308 ms with a mask for keys, 0.854 with three segments; three stages"
         " 1.394 and 0.884, 64x64 1.257 and 0.861 with a spill a turn", having=("combined", "mask")),
+    Row(128, 64, 64, 4, 1, "as column sums; 32x64 and two stages 4 spills a turn where keys or queries may be left out",
+        having=("half column window",)),
     Row(128, 32, 64, 4, 2, "where keys or queries may be left out; whole backward 4k c 0.898 ms, 64x64 0.868 with 29"
         " spills a turn; with a bias 64x64 7 to 11", having=("unseen dropout", "unseen bias")),
+    Row(128, 64, 64, 4, 1, "two stages 2 to 16 spills a turn, 32x64 too", having=("column sums",)),
+    Row(128, 32, 64, 4, 2, "64x64 2 to 7 spills a turn, with a softcap too 159",
+        having=("flat fp32 bias", "fp16 window dropout")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -138,6 +145,7 @@ _KEYS_90: Table = (
 _NARROW_KEYS_90 = tuple(row for row in _KEYS_90 if row.dim <= PART)
 _KEYS_K_90: Table = (
     *_NARROW_KEYS_90,
+    Row(256, 16, 64, 8, 1, "16x128 1 spill a turn", having=("all five",)),
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
     Row(256, 32, 128, 8, 1, "16x128 and two stages 1 to 12 spills a turn", joint=True,
         having=("listed dropout", "biased dropout")),
@@ -145,6 +153,7 @@ _KEYS_K_90: Table = (
     Row(256, 32, 128, 8, 1, "whole backward with a mask for keys 4.585 ms; 16x64, 4 warps and two stages 4.992",
         joint=True, having=("biased list",)),
     Row(256, 16, 128, 8, 1, "32x128 5 to 8 spills a turn with slopes", having=("combined",)),
+    Row(256, 32, 128, 8, 1, "two stages 8 spills a turn", joint=True, having=("banded half column sums",)),
     Row(256, 32, 128, 8, 3, "1k 407, c 296, 16k 505; two stages 337/274/402; 32x64, 4 warps 263/238/280, with one stage"
         " and two blocks resident 232/225; joint loads of this and keys_v: whole backward 1k 287, 16k 349, else 278"
         "/337; k in registers 1k 478, c 381, whole backward 1k c 236, 4k c 338, 16k 367, else 226/319/352",
@@ -180,6 +189,7 @@ _QUERIES_90: Table = (
         having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
+    Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five",)),
     Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen changed bias",)),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
         having=("crowded", "mixed list", "sloped dropout")),
@@ -303,8 +313,9 @@ def is_bare(problem: Problem) -> bool:
 def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     """What a problem has of that which takes registers; "half bias": of 16 bits and alone, but for a band at most.
 
-    ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes. Beside a bias
-    keys that are left out count as one kind of scores more.
+    ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes, a "flat" one
+    the same number for all keys, and "column sums" are the gradient of one with the same number for all queries. Beside
+    a bias keys that are left out count as one kind of scores more.
     """
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
@@ -315,13 +326,15 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     half = short and not problem.softcap > 0
     window = problem.window_left is not None and (problem.window_right is not None or problem.causal is not None)
     ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
+    flat = problem.bias_shape is not None and problem.bias_shape[-1] == 1
+    sums = bias_kind(problem) == "col"
     found = {
         "window": window,
         "dropout": dropout,
         "banded dropout": banded and dropout,
         "unseen dropout": unseen and banded and dropout,
         "unseen bias": unseen and banded and bias is not None,
-        "unseen half bias": unseen and banded and half,
+        "unseen half bias": unseen and banded and half and not flat,
         "unseen changed bias": unseen and banded and short and (problem.alibi or problem.softcap > 0),
         "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
         "unseen fp32 bias": unseen and banded and bias == torch.float32,
@@ -339,7 +352,15 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "sloped dropout": problem.alibi and dropout,
         "fp32 bias": bias == torch.float32,
         "half bias": half,
+        "dense flat bias": flat and half and not problem.banded,
+        "flat window": flat and half and (window or (unseen and banded)),
+        "flat fp32 bias": flat and bias == torch.float32,
+        "column sums": sums,
+        "banded half column sums": sums and half and banded,
+        "half column window": sums and half and window,
+        "fp16 window dropout": problem.dtype == torch.float16 and window and dropout,
         "combined": costs > 1,
+        "all five": costs == 5,
         "crowded": costs + (unseen and banded and bias is not None) > 2,
     }
     return tuple(name for name, has in found.items() if has)
