@@ -204,7 +204,7 @@ COMBINED = [
 ]
 COMBINED += [("dropout+bias", "plain", headdim) for headdim in (64, 128, 256)]
 COMBINED += [(scores, "window", headdim) for scores in ("dropout", "bias", "bias_fp32") for headdim in (64, 128, 256)]
-UNSEEN = ["dropout", "bias", "bias_fp32"]
+UNSEEN = ["softcap", "dropout", "alibi", "bias", "bias_fp32"]
 UNSEEN += ["+".join(names) for names in TOGETHER if not LISTED & set(names)]
 UNSEEN += [f"softcap+dropout+alibi+{bias}" for bias in ("bias", "bias_fp32")]
 QUICK_SCORES = [
@@ -258,8 +258,9 @@ def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     every = [(scores, band, headdim) for scores in SCORES for band in ("plain", "causal") for headdim in (64, 128, 256)]
     unseen = [(scores, "unseen", headdim) for scores in UNSEEN for headdim in (64, 128, 256)]
+    corner = [(scores, "top_left", headdim) for scores in (*UNSEEN[:5], "dropout+bias") for headdim in (64, 128, 256)]
     ragged = [("bias_ragged", band, headdim) for band in BANDS for headdim in (64, 128, 256)]
-    for case in (*every, *unseen, *ragged, *COMBINED):
+    for case in (*every, *unseen, *corner, *ragged, *COMBINED):
         yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])
 
 
@@ -287,7 +288,7 @@ def other_cases():
     halves = [(scores, band) for scores in alone for band in bands]
     halves += [(scores, band) for scores in ("mask", "segments") for band in bands[:2]]
     halves += [(scores, "window") for scores in pairs if not LISTED & set(scores.split("+")) and scores not in alone]
-    halves += [(f"dropout+{scores}", "plain") for scores in ("mask", "segments")]
+    halves += [(f"dropout+{scores}", "plain") for scores in ("mask", "segments")] + [("softcap", "unseen")]
     cases = [(*case, dims, torch.float16) for case in halves for dims in equal]
     cases += [(f"{scores}+mask", "plain", dims, torch.float16) for scores in ("softcap", "alibi") for dims in equal[1:]]
     cases += [("mask+bias", "plain", dims, torch.float16) for dims in equal[1:]]

@@ -107,7 +107,9 @@ _FORWARD_90: Table = (
     Row(256, 64, 16, 4, 3, "6000 queries of 4096 keys in a window 0.147 ms, top-left causal 0.275; 64x32 0.165 and"
         " 0.219 with a spill a turn, q in shared memory and two stages 0.162 and 0.303", lazy=True,
         having=("unseen fp32 bias",)),
-    Row(256, 64, 32, 4, 2, "joint loads, lazy or three stages 4 to 8 spills a turn", having=("listed dropout",)),
+    Row(256, 64, 16, 4, 2, "1 x 4096 with a mask for keys 1.580 ms, for pairs 1.839; three stages 1.777 and 1.986;"
+        " 64x32 1.852 and 1.749 with a spill a turn, one stage 2.133 and 2.251, with q in registers 2.923 and 3.017",
+        parked=True, having=("listed dropout",)),
     Row(256, 64, 32, 4, 3, "overlap, joint loads and lazy: 1k 581, c 418, 4k 658, c 599, 16k 637, c 648; without"
         " overlap 525/411/545/571/518/537, without lazy 513/399/537/557/510/521; overlap without joint 568/417/639/602"
         "/618/640; cube 16k c 1 % faster, 1k the same; quick steps 16k c 4 %, 4k 3 to 8 %", overlap=True, joint=True,
@@ -137,7 +139,7 @@ _KEYS_90: Table = (
         " spills a turn; with a bias 64x64 7 to 11", having=("unseen dropout", "unseen bias")),
     Row(128, 64, 64, 4, 1, "two stages 2 to 16 spills a turn, 32x64 too", having=("column sums",)),
     Row(128, 32, 64, 4, 2, "64x64 2 to 7 spills a turn, with a softcap too 159",
-        having=("flat fp32 bias", "fp16 window dropout")),
+        having=("flat fp32 bias", "fp16 window dropout", "unseen softcap")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -164,7 +166,7 @@ _KEYS_V_90: Table = (
     *_NARROW_KEYS_90,
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
     Row(256, 64, 128, 8, 1, "whole backward, 6000 queries of 4096 keys in a window 0.708 ms; 32x128 0.784, with two"
-        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias",)),
+        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias", "unseen causal dropout")),
     Row(256, 32, 128, 8, 2, "whole backward with a mask for keys 4.752 ms; 16x128 4.992", joint=True,
         having=("biased list",)),
     Row(256, 16, 128, 8, 2, "32x128 1 spill a turn with a bias or dropout", having=("mixed list",)),
@@ -189,8 +191,9 @@ _QUERIES_90: Table = (
         having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
-    Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five",)),
-    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen changed bias",)),
+    Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five", "unseen causal changed bias")),
+    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn, 128x32 8", joint=True,
+        having=("unseen changed bias", "unseen causal half bias")),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
         having=("crowded", "mixed list", "sloped dropout")),
     Row(256, 128, 16, 8, 3, "128x32 5 to 40 spills a turn", joint=True, having=("ragged bias", "unseen fp32 bias")),
@@ -335,7 +338,10 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "unseen dropout": unseen and banded and dropout,
         "unseen bias": unseen and banded and bias is not None,
         "unseen half bias": unseen and banded and half and not flat,
+        "unseen causal half bias": unseen and banded and half and not window,
+        "unseen causal dropout": unseen and banded and dropout and not window,
         "unseen changed bias": unseen and banded and short and (problem.alibi or problem.softcap > 0),
+        "unseen causal changed bias": unseen and banded and short and not half and not window,
         "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
         "unseen fp32 bias": unseen and banded and bias == torch.float32,
         "listed dropout": listed and dropout,
@@ -359,6 +365,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "banded half column sums": sums and half and banded,
         "half column window": sums and half and window,
         "fp16 window dropout": problem.dtype == torch.float16 and window and dropout,
+        "unseen softcap": unseen and banded and problem.softcap > 0,
         "combined": costs > 1,
         "all five": costs == 5,
         "crowded": costs + (unseen and banded and bias is not None) > 2,
