@@ -258,6 +258,7 @@ def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     every = [(scores, band, headdim) for scores in SCORES for band in ("plain", "causal") for headdim in (64, 128, 256)]
     unseen = [(scores, "unseen", headdim) for scores in UNSEEN for headdim in (64, 128, 256)]
+    unseen += [(scores, "top_left", headdim) for scores in UNSEEN[:3] for headdim in (64, 128, 256)]
     ragged = [("bias_ragged", band, headdim) for band in BANDS for headdim in (64, 128, 256)]
     for case in (*every, *unseen, *ragged, *COMBINED):
         yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])
@@ -294,7 +295,7 @@ def other_cases():
     unequal = [(scores, band) for scores in ("", "bias", "dropout") for band in bands[:3]]
     unequal += [("mask", band) for band in bands[:2]]
     cases += [(*case, dims, torch.bfloat16) for case in unequal for dims in UNEQUAL]
-    shaped = [(name, band) for name in BIASES if "_of_" in name for band in bands]
+    shaped = [(name, band) for name in BIASES if "_of_" in name for band in BANDS]
     shaped += [(name, band) for name in BIASES if "_shared" in name for band in bands[:2]]
     cases += [(*case, dims, torch.bfloat16) for case in shaped for dims in equal]
     for case in cases:
