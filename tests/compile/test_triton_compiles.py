@@ -285,7 +285,7 @@ def other_cases():
     """Types, numbers of channels and shapes of biases that the cases before have none of."""
     equal = [(headdim, headdim) for headdim in (64, 128, 256)]
     bands = ("plain", "causal", "window", "unseen")
-    alone = ["", "bias", "bias_fp32", "dropout", "dropout+bias", "softcap+alibi"]
+    alone = ["", "softcap", "alibi", "bias", "bias_fp32", "dropout", "dropout+bias", "softcap+alibi"]
     pairs = ["+".join(names) for names in TOGETHER if len(names) == 2]
     halves = [(scores, band) for scores in alone for band in bands]
     halves += [(scores, band) for scores in ("mask", "segments") for band in bands[:2]]

@@ -137,7 +137,7 @@ _KEYS_90: Table = (
         " spills a turn; with a bias 64x64 7 to 11", having=("unseen dropout", "unseen bias")),
     Row(128, 64, 64, 4, 1, "two stages 2 to 16 spills a turn, 32x64 too", having=("column sums",)),
     Row(128, 32, 64, 4, 2, "64x64 2 to 7 spills a turn, with a softcap too 159",
-        having=("flat fp32 bias", "fp16 window dropout")),
+        having=("flat fp32 bias", "fp16 window dropout", "unseen fp16 softcap")),
     Row(128, 64, 64, 4, 2, "1k c 441; 32x64, 3 stages 361; 64x128, 8 warps 317 where this has 391"),
     Row(256, 64, 64, 8, 2, "196 full: not chosen, see splits_keys"),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -330,6 +330,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
     flat = problem.bias_shape is not None and problem.bias_shape[-1] == 1
     corner = unseen and banded and not window
+    fp16 = problem.dtype == torch.float16
     sums = bias_kind(problem) == "col"
     found = {
         "window": window,
@@ -363,7 +364,8 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "dropout in a corner": corner and dropout,
         "banded half column sums": sums and half and banded,
         "half column window": sums and half and window,
-        "fp16 window dropout": problem.dtype == torch.float16 and window and dropout,
+        "fp16 window dropout": fp16 and window and dropout,
+        "unseen fp16 softcap": fp16 and unseen and banded and problem.softcap > 0 and costs == 1,
         "combined": costs > 1,
         "all five": costs == 5,
         "crowded": costs + (unseen and banded and bias is not None) > 2,
