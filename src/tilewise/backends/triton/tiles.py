@@ -166,7 +166,7 @@ _KEYS_V_90: Table = (
     *_NARROW_KEYS_90,
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
     Row(256, 64, 128, 8, 1, "whole backward, 6000 queries of 4096 keys in a window 0.708 ms; 32x128 0.784, with two"
-        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias", "unseen causal dropout")),
+        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias")),
     Row(256, 32, 128, 8, 2, "whole backward with a mask for keys 4.752 ms; 16x128 4.992", joint=True,
         having=("biased list",)),
     Row(256, 16, 128, 8, 2, "32x128 1 spill a turn with a bias or dropout", having=("mixed list",)),
@@ -174,6 +174,7 @@ _KEYS_V_90: Table = (
     Row(256, 32, 128, 8, 2, "whole backward 4k c 1.024 ms; 64x128 1.011 with 46 spills a turn, one stage 1.091; without"
         " a band 1.715, 1.614 with 36; with a mask for keys 2.028, 64x128 2.002 with 1, three stages 2.063",
         joint=True, having=("half bias", "combined", "mask")),
+    Row(256, 64, 128, 8, 1, "two stages 1 spill a turn", joint=True, having=("dropout in a corner",)),
     Row(256, 64, 128, 8, 2, "1k 434, c 347, 16k 565; 32x128, 3 stages 1k c 306, 16k 548; 64x64, 4 warps, one stage and"
         " two blocks resident 1k c 299; joint loads: see keys_k", joint=True),
     Row(10**9, 32, 64, 4, 2, "channel parts"),
@@ -191,9 +192,9 @@ _QUERIES_90: Table = (
         having=("bias",)),
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
-    Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five", "unseen causal changed bias")),
-    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn, 128x32 8", joint=True,
-        having=("unseen changed bias", "unseen causal half bias")),
+    Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five", "capped bias in a corner")),
+    Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen changed bias",)),
+    Row(256, 128, 16, 8, 3, "128x32 8 spills a turn", joint=True, having=("half bias in a corner",)),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
         having=("crowded", "mixed list", "sloped dropout")),
     Row(256, 128, 16, 8, 3, "128x32 5 to 40 spills a turn", joint=True, having=("ragged bias", "unseen fp32 bias")),
@@ -318,7 +319,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
 
     ``unseen`` and ``bias_align`` as in Mode; a "ragged bias" has rows that are no multiple of 16 bytes, a "flat" one
     the same number for all keys, and "column sums" are the gradient of one with the same number for all queries. Beside
-    a bias keys that are left out count as one kind of scores more.
+    a bias keys that are left out count as one kind of scores more; a "corner" is what a band leaves without a window.
     """
     bias = problem.bias_dtype if problem.bias_shape is not None else None
     listed = problem.mask_shape is not None or problem.segments
@@ -330,6 +331,8 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     window = problem.window_left is not None and (problem.window_right is not None or problem.causal is not None)
     ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
     flat = problem.bias_shape is not None and problem.bias_shape[-1] == 1
+    corner = unseen and banded and not window
+    fp16 = problem.dtype == torch.float16
     sums = bias_kind(problem) == "col"
     found = {
         "window": window,
@@ -338,10 +341,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "unseen dropout": unseen and banded and dropout,
         "unseen bias": unseen and banded and bias is not None,
         "unseen half bias": unseen and banded and half and not flat,
-        "unseen causal half bias": unseen and banded and half and not window,
-        "unseen causal dropout": unseen and banded and dropout and not window,
         "unseen changed bias": unseen and banded and short and (problem.alibi or problem.softcap > 0),
-        "unseen causal changed bias": unseen and banded and short and not half and not window,
         "unseen sloped dropout": unseen and banded and dropout and problem.alibi,
         "unseen fp32 bias": unseen and banded and bias == torch.float32,
         "listed dropout": listed and dropout,
@@ -362,6 +362,9 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "flat window": flat and half and (window or (unseen and banded)),
         "flat fp32 bias": flat and bias == torch.float32,
         "column sums": sums,
+        "half bias in a corner": corner and half,
+        "capped bias in a corner": corner and short and problem.softcap > 0,
+        "dropout in a corner": corner and dropout,
         "banded half column sums": sums and half and banded,
         "half column window": sums and half and window,
         "fp16 window dropout": problem.dtype == torch.float16 and window and dropout,
