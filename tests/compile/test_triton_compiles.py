@@ -208,6 +208,7 @@ COMBINED += [("dropout+bias", "plain", headdim) for headdim in (64, 128, 256)]
 COMBINED += [(scores, "window", headdim) for scores in ("dropout", "bias", "bias_fp32") for headdim in (64, 128, 256)]
 UNSEEN = ["softcap", "dropout", "alibi", "bias", "bias_fp32"]
 UNSEEN += ["+".join(names) for names in TOGETHER if not LISTED & set(names)]
+CORNER = [*UNSEEN[:5], "dropout+bias", "softcap+bias", "alibi+bias"]
 UNSEEN += [f"softcap+dropout+alibi+{bias}" for bias in ("bias", "bias_fp32")]
 QUICK_SCORES = [
     ("bias", "plain", 128), ("bias", "causal", 128), ("bias_fp32", "causal", 128), ("dropout", "causal", 128),
@@ -260,7 +261,7 @@ def costly_cases():
     """Every kind of scores that cost registers; those that only repeat what a quick one shows are slow."""
     every = [(scores, band, headdim) for scores in SCORES for band in ("plain", "causal") for headdim in (64, 128, 256)]
     unseen = [(scores, "unseen", headdim) for scores in UNSEEN for headdim in (64, 128, 256)]
-    corner = [(scores, "top_left", headdim) for scores in (*UNSEEN[:5], "dropout+bias") for headdim in (64, 128, 256)]
+    corner = [(scores, "top_left", headdim) for scores in CORNER for headdim in (64, 128, 256)]
     ragged = [("bias_ragged", band, headdim) for band in BANDS for headdim in (64, 128, 256)]
     for case in (*every, *unseen, *corner, *ragged, *COMBINED):
         yield pytest.param(*case, marks=[] if case in QUICK_SCORES else [pytest.mark.slow])

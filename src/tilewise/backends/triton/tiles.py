@@ -166,7 +166,7 @@ _KEYS_V_90: Table = (
     *_NARROW_KEYS_90,
     Row(256, 16, 128, 8, 1, "three kinds of scores at once", having=("crowded",)),
     Row(256, 64, 128, 8, 1, "whole backward, 6000 queries of 4096 keys in a window 0.708 ms; 32x128 0.784, with two"
-        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias")),
+        " stages 0.681 with 4 spills a turn", joint=True, having=("unseen half bias",)),
     Row(256, 32, 128, 8, 2, "whole backward with a mask for keys 4.752 ms; 16x128 4.992", joint=True,
         having=("biased list",)),
     Row(256, 16, 128, 8, 2, "32x128 1 spill a turn with a bias or dropout", having=("mixed list",)),
@@ -193,6 +193,7 @@ _QUERIES_90: Table = (
     Row(128, 64, 64, 4, 2, "1k c 362, 16k 580; 64x32 and 168 registers, three blocks resident 346/496; 64x32, 3 stages"
         " 353 where this has 353 and 516 where it has 559; 128x64, 8 warps 280"),
     Row(256, 64, 16, 8, 1, "128x16 1 and 2 spills a turn, 64x32 1", having=("all five", "capped bias in a corner")),
+    Row(256, 128, 16, 8, 1, "three stages 1 spill a turn", joint=True, having=("sloped bias in a corner",)),
     Row(256, 128, 16, 8, 3, "one and two stages 4 spills a turn", joint=True, having=("unseen changed bias",)),
     Row(256, 128, 16, 8, 3, "128x32 8 spills a turn", joint=True, having=("half bias in a corner",)),
     Row(256, 128, 16, 8, 1, "128x32 1 to 5 spills a turn", joint=True,
@@ -332,7 +333,6 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
     ragged = problem.bias_shape is not None and problem.bias_shape[-1] > 1 and bias_align == 1
     flat = problem.bias_shape is not None and problem.bias_shape[-1] == 1
     corner = unseen and banded and not window
-    fp16 = problem.dtype == torch.float16
     sums = bias_kind(problem) == "col"
     found = {
         "window": window,
@@ -364,6 +364,7 @@ def costly(problem: Problem, unseen: bool, bias_align: int) -> tuple[str, ...]:
         "column sums": sums,
         "half bias in a corner": corner and half,
         "capped bias in a corner": corner and short and problem.softcap > 0,
+        "sloped bias in a corner": corner and short and problem.alibi,
         "dropout in a corner": corner and dropout,
         "banded half column sums": sums and half and banded,
         "half column window": sums and half and window,
