@@ -61,13 +61,14 @@ LONG: dict[str, dict[str, Any]] = {
 CAPPED: dict[str, dict[str, Any]] = {
     "capped_slopes": FEATURES["slopes"] | {"softcap": 30.0},
     "capped_every_gradient": FEATURES["every_gradient"] | {"softcap": 30.0},
+    "capped_segments": FEATURES["segments"] | {"softcap": 30.0},
 }
-QUICK = ("causal", "long_full", "everything", "many_causal", "capped_slopes")
+QUICK = ("causal", "long_full", "everything", "many_causal", "capped_slopes", "capped_segments")
 # local memory accesses in the hot loops that a combination may cost; without a row here none
 HOT_SPILLS = {
     "window": 8, "window_1000": 8, "window_sink": 8, "alibi_sink": 16, "everything": 166,
     "segments": 32, "segments_full": 30, "slopes": 50, "every_gradient": 250,
-    "capped_slopes": 55, "capped_every_gradient": 150,
+    "capped_slopes": 55, "capped_every_gradient": 150, "capped_segments": 462,
 }  # fmt: skip
 COLD_SPILLS = 64  # bytes that a forward may store and load around its loop, once a tile; full 192/128 and segments more
 SEGMENTS_COLD = {"segments": 128, "segments_full": 192, "every_gradient": 224, "capped_every_gradient": 192}
@@ -82,6 +83,7 @@ def cases() -> list[Any]:
     rows += [(dim, dim, BF16, name) for dim in (64, 128) for name in WINDOWS]
     rows += [(128, 128, BF16, name) for name in LONG]
     rows += [(dim, dim, BF16, "capped_slopes") for dim in (64, 128, 256)]
+    rows += [(dim, dim, BF16, "capped_segments") for dim in (64, 128)]
     rows += [(*dims, BF16, "capped_every_gradient") for dims in DIMS[4:]]
     return [
         pytest.param(*row, id=f"{row[0]}-{row[1]}-{str(row[2]).removeprefix('torch.')}-{row[3]}",

@@ -1,4 +1,4 @@
-"""A step of the backward up to 128 channels under a softcap.
+"""A step of the backward up to 128 channels under a softcap, without segments.
 
 The softcap and its derivative are
 
